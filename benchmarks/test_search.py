@@ -5,11 +5,12 @@ pytest benchmarks/test_search.py --benchmark-enable --benchmark-only --benchmark
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
 
-from lightning_harmony.plan.search.search import search
+from lightning_harmony.plan.search.search import MOST_TASKS, Space
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Parallel
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
@@ -46,6 +47,6 @@ def test_a_thousand_layers_on_eight_devices(benchmark: Any, parallel: Parallel, 
     given = profile(capacity_bytes)
 
     def find() -> None:
-        search(given, range(NUM_LAYERS), NUM_MICROBATCHES, num_devices=NUM_DEVICES, parallel=parallel)
+        Space(given, range(NUM_LAYERS), NUM_MICROBATCHES, NUM_DEVICES, parallel).best(MOST_TASKS, inf, 0.0)
 
     benchmark.pedantic(find, rounds=1)

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import inf
 
 from models import LAYERS, Model, Shape, batch_on_meta
 
 from lightning_harmony.engine.model.decompose import find_layers
 from lightning_harmony.engine.rehearsal.rehearse import rehearse
+from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.outlook.work import LayerProfile
 from lightning_harmony.plan.search.packing import fill_capacity
-from lightning_harmony.plan.search.search import search
+from lightning_harmony.plan.search.search import MOST_TASKS, Space
 from lightning_harmony.plan.simulate.lowering import lower
 from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.machine import Machine
+from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Parallel, Plan, visits_of
 from lightning_harmony.plan.values.prediction import Prediction
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
@@ -104,9 +107,19 @@ def plan_of(row: str, costs: Costs, num_microbatches: int, num_devices: int, par
         num_microbatches: of all devices together.
         num_devices: how many there are.
         parallel: how they share the work.
+
+    Raises:
+        CapacityError: if no plan that is searched fits the capacity.
     """
     if row == "search":
-        return search(costs.profile, costs.calls, num_microbatches, num_devices=num_devices, parallel=parallel)
+        space = Space(costs.profile, costs.calls, num_microbatches, num_devices, parallel)
+        found = space.best(MOST_TASKS, inf, 0.0)
+        if found is None:
+            capacity = format_bytes(costs.profile.machine.capacity_bytes or 0)
+            raise CapacityError(
+                f"no plan for {num_microbatches} microbatches on {num_devices} devices fits {capacity}: raise --capacity"
+            )
+        return found
     level = ROWS.index(row)
     layers = [costs.profile.layers[call] for call in dict.fromkeys(costs.calls)]
     cut: tuple[tuple[int, ...], ...] = tuple((number,) for number in range(len(layers)))

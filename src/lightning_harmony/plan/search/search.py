@@ -28,15 +28,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, combinations, zip_longest
 from math import inf
 
-from lightning_harmony.errors import CapacityError, PlanError
+from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.bound import least_seconds, runs_of, seconds_of_visits
 from lightning_harmony.plan.search.graphs import fusable_from, fused_alone, kept_on_devices
 from lightning_harmony.plan.search.packing import balanced, fill_capacity, filled, filled_from_end, has_room
-from lightning_harmony.plan.simulate.replay import predict, with_prediction
+from lightning_harmony.plan.simulate.replay import with_prediction
 from lightning_harmony.plan.values.cost import Cost, pack_cost
-from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Parallel, Plan, visits_of
-from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.profile import Profile
 
 # 128 ways to cut them.
 ALL_LAYERS = 8
@@ -57,38 +56,6 @@ SHORT_SECONDS = 0.5
 SPARE_SHARE = 0.1
 # Sums in another order differ in their last digits.
 _ROUNDING = 1e-9
-
-
-def search(
-    profile: Profile,
-    calls: Sequence[int],
-    num_microbatches: int,
-    *,
-    num_devices: int = 1,
-    parallel: Parallel = "pipeline",
-    most_tasks: float = MOST_TASKS,
-) -> Plan:
-    """The plan with the least predicted seconds.
-
-    With up to `ALL_LAYERS` layers called and ``most_tasks`` infinite, no plan in what is searched (see above) is predicted
-    to take less. Otherwise it is the best of those that were replayed.
-
-    Args:
-        profile: what the layers cost, and the machine.
-        calls: the order in which a microbatch's forward calls the layers, as indices into those of the profile.
-        num_microbatches: of the batch.
-        num_devices: how many devices share the work.
-        parallel: how packs are placed on the devices.
-        most_tasks: how many tasks are replayed in all; one plan always is.
-
-    Raises:
-        CapacityError: if no plan fits the capacity.
-    """
-    space = _Space(profile, calls, num_microbatches, num_devices, parallel)
-    found = space.best(most_tasks)
-    if found is None:
-        raise space.shortage()
-    return found
 
 
 def search_better(
@@ -121,7 +88,7 @@ def search_better(
     if machine.capacity_bytes is not None:
         machine = replace(machine, capacity_bytes=int(machine.capacity_bytes * (1 - SPARE_SHARE)))
     profile, packs = replace(plan.profile, machine=machine), plan.packs if with_its_packs else None
-    space = _Space(profile, calls, plan.num_microbatches, plan.num_devices, plan.parallel, packs)
+    space = Space(profile, calls, plan.num_microbatches, plan.num_devices, plan.parallel, packs)
     spread = space.spread(plan)
     found = space.best(most_tasks, spread.predicted_seconds * (1 - CLEAR_SHARE), TURN_SECONDS) or spread
     return plan if found is plan else replace(found, fingerprint=plan.fingerprint, profile=plan.profile)
@@ -169,8 +136,17 @@ class _Candidate:
     number: int
 
 
-class _Space:
-    """The plans that are searched."""
+class Space:
+    """The plans that are searched.
+
+    Args:
+        profile: what the layers cost, and the machine.
+        calls: the order in which a microbatch's forward calls the layers, as indices into those of the profile.
+        num_microbatches: of the batch.
+        num_devices: how many devices share the work.
+        parallel: how packs are placed on the devices.
+        given: the packs, if they stay as they are.
+    """
 
     def __init__(
         self,
@@ -188,8 +164,11 @@ class _Space:
         self._layers = [profile.layers[index] for index in self._order]
         self._takes_all = len(self._layers) <= ALL_LAYERS
 
-    def best(self, most_tasks: float, below: float = inf, turn_seconds: float = 0.0) -> Plan | None:
+    def best(self, most_tasks: float, below: float, turn_seconds: float) -> Plan | None:
         """The plan with the least predicted seconds; None if none fits, or none keeps below the limit.
+
+        With up to `ALL_LAYERS` layers called and both numbers infinite, no plan in what is searched (see above) is predicted
+        to take less. Otherwise it is the best of those that were replayed.
 
         Args:
             most_tasks: how many tasks are replayed in all.
@@ -209,19 +188,14 @@ class _Space:
                 plans.append(plan)
         candidates.sort()
         found: Plan | None = None
-        left: list[Plan] = []
         for candidate in candidates:
             plan = plans[candidate.number]
             if found is not None and candidate.least_seconds >= _weighed(found, found.predicted_seconds):
                 break
             if _num_tasks(plan) > most_tasks:
-                left.append(plan)
                 continue
             most_tasks -= _num_tasks(plan)
             found = self._better(found, plan, below - turn_seconds * _num_turns(plan))
-        if below == inf:
-            for plan in sorted(left, key=_num_tasks):
-                found = found or self._better(None, plan, inf)
         return None if found is None else self._joined(found, tasks_of_forward, turn_seconds)
 
     def spread(self, plan: Plan) -> Plan:
@@ -253,41 +227,6 @@ class _Space:
         if plan.predicted_seconds >= below or _weighed(plan, plan.predicted_seconds) >= most:
             return found
         return plan
-
-    def shortage(self) -> CapacityError:
-        """What to say where no plan fits."""
-        capacity = self._profile.machine.capacity_bytes or 0
-        largest = max(self._layers, key=_needed_bytes)
-        short = _needed_bytes(largest) - capacity
-        if short > 0:
-            return CapacityError(
-                f"layer {largest.name!r} needs {format_bytes(_needed_bytes(largest))} for weights, gradients and work space, "
-                f"{format_bytes(short)} more than the capacity of {format_bytes(capacity)}: raise "
-                "HarmonyStrategy(device_memory=...), use smaller microbatches with HarmonyStrategy(num_microbatches=...), or "
-                "name smaller modules with HarmonyStrategy(layers=...)"
-            )
-        needed = self._least_capacity_bytes()
-        return CapacityError(
-            f"what {self._num_microbatches} microbatches leave on the device beside layer {largest.name!r} exceeds the "
-            f"capacity of {format_bytes(capacity)} by {format_bytes(needed - capacity)}: raise "
-            f"HarmonyStrategy(device_memory=...) to {format_bytes(needed)}, or use other microbatches with "
-            "HarmonyStrategy(num_microbatches=...)"
-        )
-
-    def _least_capacity_bytes(self) -> int:
-        """What one plan would fit in: each layer a pack, and no graphs kept but for the last one."""
-        machine = self._profile.machine
-        base, _ = self._packed(range(len(self._layers)))
-        plan = replace(base, first_fused=fused_alone(base.visits))
-        short, enough = machine.capacity_bytes or 0, max(predict(plan, MachineLimits()).peak_bytes)
-        while enough - short > 1:
-            between = (short + enough) // 2
-            try:
-                predict(plan, MachineLimits(between))
-                enough = between
-            except PlanError:
-                short = between
-        return enough
 
     # ---- what is searched ----------------------------------------------------------------------------------------------
 
@@ -405,8 +344,3 @@ class _Space:
 
     def _rungs(self, most: int) -> list[int]:
         return list(range(most + 1)) if self._takes_all else _ladder(most)
-
-
-def _needed_bytes(cost: Cost) -> int:
-    """What a layer takes at least when its backward runs."""
-    return max(cost.weight_bytes + cost.forward_work_bytes, cost.state_bytes + cost.backward_work_bytes)
