@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_harmony.engine.structures.object_state import restore_of
-from lightning_harmony.held.held_state import Held, mark_of, state_of_generator
+from lightning_harmony.held.held_state import Held, Marks, state_of_generator
 from lightning_harmony.held.reads import version_of
 from lightning_harmony.held.shared_settings import NOT_SWITCHED
 from lightning_harmony.microbatches.lane_attributes import Draws, KnownChanges
@@ -35,55 +35,26 @@ class Versions:
 
 
 class _Marked:
-    """An object that a step may change in place, such as a generator of random numbers.
+    """Objects in one place that a step may change in place, such as generators of random numbers.
 
     Args:
-        place: the name of what holds it.
-        value: the object.
-        mark: what changes with it.
-
-    Attributes:
-        mark: as it was last seen.
+        place: the name of what holds them.
+        marks: what changes with them.
     """
 
-    def __init__(self, place: str, value: Any, mark: Any) -> None:
-        self.mark = mark
-        self._place, self._value, self._begun = place, value, mark
-        self._undo = undo_of(value)
+    def __init__(self, place: str, marks: Marks) -> None:
+        self._place, self._marks = place, marks
+        self._begun = self._seen = marks.now()
+        tensors = marks.tensors if len(marks.tensors) <= MOST_COPIED else ()
+        self._undo = {id(each): undo for each in (*tensors, *marks.others) if (undo := undo_of(each)) is not None}
 
     def is_changed(self) -> bool:
-        """Whether it was changed since it was last looked at."""
-        before, self.mark = self.mark, mark_of(self._value)
-        return bool(self.mark != before)
-
-    def __str__(self) -> str:
-        return _change_of(self._value, self._place)
-
-    def restore(self) -> bool:
-        """Make it what it was in the beginning; whether that is possible."""
-        if mark_of(self._value) == self._begun:
-            return True
-        if self._undo is not None:
-            self._undo()
-        return self._undo is not None
-
-
-def _change_of(value: Any, place: str) -> str:
-    if state_of_generator(value) is not None:
-        return f"a generator of random numbers, held by {place!r}, is drawn from"
-    return f"a {type(value).__name__} held by {place!r} is changed in place"
-
-
-class _Still:
-    """What is in a place and could be changed in place, where no step was seen to do so."""
-
-    def __init__(self, held: Held) -> None:
-        self._place, self._marks, self._begun = held.name, held.marks, held.marks.now()
-        tensors = self._marks.tensors if len(self._marks.tensors) <= MOST_COPIED else ()
-        values = [*tensors, *self._marks.others]
-        self._undo = {id(value): undo for value in values if (undo := undo_of(value)) is not None}
+        """Whether one was changed since this was last asked."""
+        before, self._seen = self._seen, self._marks.now()
+        return self._seen != before
 
     def _changed(self) -> list[Any]:
+        """Those that are not what they were in the beginning."""
         now, begun = self._marks.now(), self._begun
         if now == begun:
             return []
@@ -91,9 +62,11 @@ class _Still:
         others = zip(self._marks.others, begun[1:], now[1:], strict=True)
         return [value for value, then, mark in (*values, *others) if then != mark]
 
-    def late(self) -> str | None:
-        """What was changed; None if nothing was."""
-        return next((_change_of(value, self._place) for value in self._changed()), None)
+    def __str__(self) -> str:
+        value = next(iter((*self._changed(), *self._marks.tensors, *self._marks.others)))
+        if state_of_generator(value) is not None:
+            return f"a generator of random numbers, held by {self._place!r}, is drawn from"
+        return f"a {type(value).__name__} held by {self._place!r} is changed in place"
 
     def restore(self) -> bool:
         """Make all what it was in the beginning; whether that is possible."""
@@ -136,20 +109,19 @@ class Undo:
         # Generators from which microbatches draw, what is changed in order, and what nothing changes.
         self._drawn: list[tuple[_Marked, Draws]] = []
         self._changed: list[_Marked] = []
-        self._marked: list[_Marked] = []
-        self._still: list[_Still] = []
+        self._still: list[_Marked] = []
         with_changes = {place for place, _ in (*known.drawn, *known.in_place)}
         for held in places:
             if held.name not in with_changes:
                 if held.marked:
-                    self._still.append(_Still(held))
+                    self._still.append(_Marked(held.name, held.marks))
                 continue
             for name, value in held.marked:
-                marked, when = _Marked(held.name, value, mark_of(value)), known.drawn.get((held.name, name))
+                marked, when = _Marked(held.name, Marks().and_of([value])), known.drawn.get((held.name, name))
                 if when is not None:
                     self._drawn.append((marked, when))
                 else:
-                    (self._changed if (held.name, name) in known.in_place else self._marked).append(marked)
+                    (self._changed if (held.name, name) in known.in_place else self._still).append(marked)
         self._microbatch: int | None = None
         # The microbatches that have begun, and those that have drawn what they draw behind their last layers.
         self._begun: set[int | None] = set()
@@ -193,17 +165,14 @@ class Undo:
         for setting, before in zip(NOT_SWITCHED, self._settings, strict=True):
             if setting.get() != before:
                 return f"{setting.name} is set"
-        late = self._late or next((str(each) for each in self._marked if each.is_changed()), None)
-        return late or next(filter(None, (each.late() for each in self._still)), None)
+        return self._late or next((str(each) for each in self._still if each.is_changed()), None)
 
     def restore(self) -> bool:
         """Make all what it was; whether that is possible."""
         for setting, before in zip(NOT_SWITCHED, self._settings, strict=True):
             if setting.get() != before:
                 setting.set(before)
-        if not all(each.restore() for each in self._still):
-            return False
-        if not all(each.restore() for each in (*self._marked, *self._changed, *(each for each, _ in self._drawn))):
+        if not all(each.restore() for each in (*self._still, *self._changed, *(each for each, _ in self._drawn))):
             return False
         if not self._versions.changed() <= self._kept:
             return False
