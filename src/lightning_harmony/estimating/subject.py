@@ -190,8 +190,6 @@ def _of_module(model: Any, batch: Any) -> Subject:
     with torch.device("meta"), _quietly():
         _prepare(module)
     batch = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
-    leaf, batch_size = _first_leaf(batch)
-    is_text = leaf.dim() == 2 and not leaf.is_floating_point()
 
     def step(microbatch: Any) -> Tensor:
         output = module.training_step(microbatch, *_batch_index(module))
@@ -203,16 +201,20 @@ def _of_module(model: Any, batch: Any) -> Subject:
             )
         return loss
 
-    return Subject(
-        type(module).__name__,
-        module,
-        step,
-        batch,
-        batch_size,
-        "tokens" if is_text else "samples",
-        leaf.shape[1] if is_text else 1,
-        _optimizer_of(module),
-    )
+    return _subject(type(module).__name__, module, step, batch, _optimizer_of(module), [])
+
+
+def _subject(
+    name: str, module: nn.Module, step: Callable[[Any], Tensor], batch: Any, optimizer: str | None, notes: list[str]
+) -> Subject:
+    """A subject with what its batch tells of itself."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if not leaves or leaves[0].shape[0] == 0:
+        raise ValueError("the batch has no tensor with samples in its first dimension")
+    batch_size, *shape = leaves[0].shape
+    is_text = len(shape) == 1 and not leaves[0].is_floating_point()
+    items, number = ("tokens", shape[0]) if is_text else ("samples", 1)
+    return Subject(name, module, step, batch, batch_size, items, number, optimizer, notes)
 
 
 def build(make: Callable[[], Any]) -> nn.Module:
@@ -337,13 +339,6 @@ def _quietly() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _first_leaf(batch: Any) -> tuple[Tensor, int]:
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    if not leaves or leaves[0].shape[0] == 0:
-        raise ValueError("the batch has no tensor with samples in its first dimension")
-    return leaves[0], int(leaves[0].shape[0])
-
-
 # ---- Hugging Face ------------------------------------------------------------------------------------------------------
 
 
@@ -373,20 +368,8 @@ def _of_config(config: Any, batch: Any, batch_size: int, sequence_length: int | 
     if not isinstance(batch, Mapping):
         raise ValueError('the batch of a Hugging Face model has names, as in --batch "input_ids=int64[8, 128], ..."')
     batch = {name: tensor.to("meta") for name, tensor in batch.items()}
-    leaf, size = _first_leaf(batch)
-    is_text = leaf.dim() == 2 and not leaf.is_floating_point()
     module = _WithLoss(model)
-    return Subject(
-        type(model).__name__,
-        module,
-        module.__call__,
-        batch,
-        size,
-        "tokens" if is_text else "samples",
-        leaf.shape[1] if is_text else 1,
-        None,
-        notes,
-    )
+    return _subject(type(model).__name__, module, module.__call__, batch, None, notes)
 
 
 def _model_class(config: Any) -> Any:
