@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +24,7 @@ from lightning_harmony.engine.measure.this_machine import describe_versions, mea
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.estimating.estimation import estimate
 from lightning_harmony.estimating.result import Estimate
-from lightning_harmony.estimating.subject import precision_name
+from lightning_harmony.estimating.subject import precision_name, quiet
 from lightning_harmony.lightning_pytorch import HarmonyStrategy
 from lightning_harmony.plan.drawing.page import format_seconds
 from lightning_harmony.plan.values.card_memory import limit_for
@@ -291,7 +289,9 @@ def run(
     if json_file is not None:
         refuse_without_folder(json_file)
     candidates = [replace(each, **sizes) for each in (GPU_SIZES if on_gpu else [CPU_SIZES])]
-    with _quiet():
+    # Nobody watches what Lightning and torch say of trainings.
+    with quiet("lightning.pytorch"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         bench = _fitting(candidates, precision, steps, accelerator)
         notes = _describe(bench)
         for line in (*notes, "", _line(_HEAD)):
@@ -405,17 +405,3 @@ def _draw(rows: list[Row], notes: list[str], file: Path) -> None:
         series.append(Series([Point("plain", plain.peak_bytes, 1.0, (0, -8, "center"))], PLAIN))
     speed = "speed of harmony, against plain Lightning in memory = 1"
     draw_curve(series, file, memory="device memory that training may take", speed=speed, notes=notes)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what Lightning and torch say of trainings that nobody watches."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

@@ -30,6 +30,8 @@ _TRUE_TYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true":
 _MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _SHORT = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 _DEFAULT_LENGTH = 1024
+# Who tells about devices that are not used.
+_OF_LIGHTNING = ("lightning.pytorch.utilities.rank_zero", "pytorch_lightning.utilities.rank_zero")
 
 
 @dataclass
@@ -86,12 +88,10 @@ def naming_failures(name: str, batch: Any) -> Iterator[None]:
     Raises:
         UnsupportedModelError: in its place.
     """
-    # It logs each failure with a traceback of its own.
-    fakes = logging.getLogger("torch._subclasses.fake_tensor")
-    level = fakes.level
-    fakes.setLevel(logging.CRITICAL)
     try:
-        yield
+        # It logs each failure with a traceback of its own.
+        with quiet("torch._subclasses.fake_tensor", level=logging.CRITICAL):
+            yield
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -99,8 +99,19 @@ def naming_failures(name: str, batch: Any) -> Iterator[None]:
         raise UnsupportedModelError(
             f"{name} cannot run a step on a batch of {described(batch)}: {type(error).__name__}: {first}"
         ) from error
+
+
+@contextmanager
+def quiet(*loggers: str, level: int = logging.ERROR) -> Iterator[None]:
+    """The context in which loggers, given by their names, tell nothing below a level."""
+    found = [(logger, logger.level) for logger in map(logging.getLogger, loggers)]
+    for logger, _ in found:
+        logger.setLevel(level)
+    try:
+        yield
     finally:
-        fakes.setLevel(level)
+        for logger, before in found:
+            logger.setLevel(before)
 
 
 def described(batch: Any) -> str:
@@ -187,7 +198,7 @@ def _of_module(model: Any, batch: Any) -> Subject:
             'line, its tensors as in --batch "int64[8, 128], int64[8, 128]"'
         )
     module: Any = on_meta(built)
-    with torch.device("meta"), _quietly():
+    with torch.device("meta"), quiet(*_OF_LIGHTNING):
         _prepare(module)
     batch = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
 
@@ -312,7 +323,7 @@ def _batch_index(module: Any) -> tuple[int, ...]:
 def _optimizer_of(module: Any) -> str | None:
     """The name of the first optimizer that a module configures; None where it needs more than is here to do so."""
     try:
-        with _quietly():
+        with quiet(*_OF_LIGHTNING):
             configured = module.configure_optimizers()
     except Exception:
         return None
@@ -323,20 +334,6 @@ def _optimizer_of(module: Any) -> str | None:
             return type(node).__name__
         nodes += node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ()
     return None
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without what Lightning says about devices that are not used."""
-    loggers = [logging.getLogger(f"{tree}.utilities.rank_zero") for tree in ("lightning.pytorch", "pytorch_lightning")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 # ---- Hugging Face ------------------------------------------------------------------------------------------------------
