@@ -38,9 +38,8 @@ def find_model(path: str, arguments: Mapping[str, Any]) -> Any:
         ValueError: if there is no such thing.
     """
     _look_in_current_folder()
-    if Path(path).exists() and Path(path).suffix != ".py":
-        return _hugging_face_config(path, arguments)
-    if _HUB_NAME.fullmatch(path) and ("/" in path or find_spec(path) is None):
+    is_file = Path(path).exists() and Path(path).suffix != ".py"
+    if is_file or (_HUB_NAME.fullmatch(path) and ("/" in path or find_spec(path) is None)):
         return _hugging_face_config(path, arguments)
     found = import_by_path(path)
     build = partial(_build, path, found, arguments)
@@ -188,7 +187,7 @@ def read_config(path: str, model: str | None) -> dict[str, Any]:
             f"{path}: its sections model and trainer, and init_args of a strategy, must hold names and values"
         )
     arguments: dict[str, Any] = {
-        "model": _builder(_with_class(section, model, "model", path), "lightning.pytorch.LightningModule")
+        "model": _builder(_with_class(section, model, path), "lightning.pytorch.LightningModule")
     }
     if isinstance(values.get("data"), dict) and "class_path" in values["data"]:
         data = _builder(values["data"], "lightning.pytorch.LightningDataModule")()
@@ -224,12 +223,12 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return fit if isinstance(fit, dict) and "model" not in values else values
 
 
-def _with_class(section: Any, name: str | None, what: str, path: str) -> dict[str, Any]:
+def _with_class(section: Any, name: str | None, path: str) -> dict[str, Any]:
     if "class_path" in section:
         return dict(section)
     if name is None:
         raise ValueError(
-            f"{path} holds the arguments of the {what}, and not its class: name that before --config, as in "
+            f"{path} holds the arguments of the model, and not its class: name that before --config, as in "
             "`lightning-harmony estimate package.module.Model --config config.yaml`"
         )
     return {"class_path": name, "init_args": section}

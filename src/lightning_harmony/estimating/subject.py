@@ -133,12 +133,12 @@ def casting(precision: str) -> Callable[[], AbstractContextManager[Any]]:
 
 def make_subject(
     model: Any,
-    batch: Any = None,
+    batch: Any,
     *,
-    batch_size: int | None = None,
-    sequence_length: int | None = None,
-    precision: str = "32-true",
-    optimizer: str | None = None,
+    batch_size: int | None,
+    sequence_length: int | None,
+    precision: str,
+    optimizer: str | None,
 ) -> Subject:
     """Get a model ready to be estimated.
 
