@@ -291,7 +291,14 @@ class StepRecorder:
             # For the running lane: others share what comes and goes of a pack.
             task = task._replace(microbatch=step.task.microbatch)
         number = self._devices.index(device)
-        return _noting(work, device.stream_of(kind).moment, step.work[number], task, number, what, num_bytes)
+        notes, moment = step.work[number], device.stream_of(kind).moment
+
+        def noted() -> None:
+            began = moment()
+            work()
+            notes.append(_Work(task, began, moment(), number, what, num_bytes))
+
+        return noted
 
     @contextmanager
     def transferring(self, source: Device, target: Device, num_bytes: int, task: Task | None) -> Iterator[None]:
@@ -369,20 +376,3 @@ def _names(pack: SwappedPack) -> tuple[str, ...]:
 
 def _stream(task: Task) -> str:
     return STREAM_OF[task.kind]
-
-
-def _noting(
-    work: Callable[[], None],
-    moment: Callable[[], Moment],
-    notes: list[_Work],
-    task: Task,
-    clock: int,
-    what: str,
-    num_bytes: int,
-) -> Callable[[], None]:
-    def noted() -> None:
-        began = moment()
-        work()
-        notes.append(_Work(task, began, moment(), clock, what, num_bytes))
-
-    return noted
