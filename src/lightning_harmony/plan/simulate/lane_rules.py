@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from lightning_harmony.plan.simulate.gradient_rules import GradientRules
 from lightning_harmony.plan.simulate.replay_state import (
@@ -38,8 +39,8 @@ class LaneRules:
             Errand.EVICT: self._evict,
             Errand.STASH_OUT: self._stash_out,
             Errand.STASH_IN: self._stash_in,
-            Errand.TRANSFER_FORWARD: self._transfer_forward,
-            Errand.TRANSFER_BACKWARD: self._transfer_backward,
+            Errand.TRANSFER_FORWARD: partial(self._transfer, Phase.FORWARD),
+            Errand.TRANSFER_BACKWARD: partial(self._transfer, Phase.BACKWARD),
         }
 
     def unfinished(self, device: Device) -> str:
@@ -164,13 +165,7 @@ class LaneRules:
 
     # ---- between devices ---------------------------------------------------------------------------------------------
 
-    def _transfer_forward(self, device: Device, pack: int, microbatch: int) -> None:
-        self._transfer(device, pack, microbatch, Phase.FORWARD)
-
-    def _transfer_backward(self, device: Device, pack: int, microbatch: int) -> None:
-        self._transfer(device, pack, microbatch, Phase.BACKWARD)
-
-    def _transfer(self, device: Device, pack: int, microbatch: int, phase: Phase) -> None:
+    def _transfer(self, phase: Phase, device: Device, pack: int, microbatch: int) -> None:
         lane = self._state.lanes[microbatch]
         self._state.await_turn(lane, phase, pack, microbatch)
         if lane.device in (None, device.number):
