@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, islice
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.structures.nested import is_ndarray
-from lightning_harmony.held.held_state import Held, Kind, in_one, is_plain
+from lightning_harmony.held.held_state import FUNCTIONS, Held, Kind, in_one, is_plain
 from lightning_harmony.held.places import Places
 from lightning_harmony.held.variables import attributes_of
+from lightning_harmony.held.walk import bound_to
 
 # Of a container that is data, the first elements tell what the others are.
 _MOST_ELEMENTS = 100
@@ -205,16 +206,10 @@ def _parts_of(value: Any) -> Iterable[Any]:
         return (value(),)
     if issubclass(kind, FunctionType):
         return (*_variables_of(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-    if issubclass(kind, MethodType):
-        return value.__self__, value.__func__
-    if issubclass(kind, BuiltinFunctionType):
-        return (value.__self__,)
     if issubclass(kind, partial):
         return value.func, value.args, *value.keywords.values()
-    if issubclass(kind, staticmethod | classmethod):
-        return (value.__func__,)
-    if issubclass(kind, property):
-        return value.fget, value.fset, value.fdel
+    if issubclass(kind, FUNCTIONS):
+        return (each for _, each in bound_to(value))
     return _parts_of_scheduler(value) if _is_around_optimizers(kind) else ()
 
 

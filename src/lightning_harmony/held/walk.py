@@ -213,7 +213,7 @@ class Walk:
 
     def _function(self, name: str, function: Any, depth: int, nested: int) -> Iterator[Held]:
         self._seen[id(function)] = function
-        for inner, value in _bound_to(function):
+        for inner, value in bound_to(function):
             yield from self._within(f"{name}{inner}", value, depth, nested)
         if issubclass(type(function), partial):
             yield from self._parts(f"{name}, arguments", function, depth, nested)
@@ -349,7 +349,7 @@ def _led_to(places: Iterable[Held], owner: Any, attribute: str) -> Iterator[Held
         yield held
 
 
-def _bound_to(function: Any) -> Iterator[tuple[str, Any]]:
+def bound_to(function: Any) -> Iterator[tuple[str, Any]]:
     """What a function is made of that is not its own."""
     kind = type(function)
     if issubclass(kind, MethodType):
