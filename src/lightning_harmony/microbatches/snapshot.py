@@ -108,7 +108,7 @@ class Snapshot:
 
     def _remember_attributes(self, owner: Any) -> None:
         attributes = vars(owner)
-        self._undo.append(_undo_collection(attributes))
+        self._undo.append(_undo_of_content(attributes))
         for name, value in list(attributes.items()):
             if name not in _REGISTRIES:
                 self._remember(value)
@@ -140,11 +140,10 @@ def _undo_of(value: Any) -> Callable[[], None] | None:
         return None
     if isinstance(value, Tensor):
         return undo_of_tensor(value)
-    if type(value) in (list, deque):
-        return _undo_sequence(value)
     if is_ndarray(value):
         return undo_of_array(value) if value.nbytes <= _LARGEST_COUNTS else None
-    return _undo_collection(value) if isinstance(value, dict | set) else restore_of(value)
+    is_container = type(value) in (list, deque) or isinstance(value, dict | set)
+    return _undo_of_content(value) if is_container else restore_of(value)
 
 
 def _is_countable(value: Any) -> bool:
@@ -185,24 +184,15 @@ def undo_of_array(value: Any) -> Callable[[], None]:
     return undo
 
 
-def _undo_sequence(value: Any) -> Callable[[], None]:
-    before = list(value)
-
-    def undo() -> None:
-        value.clear()
-        value.extend(before)
-
-    return undo
-
-
-def _undo_collection(value: Any) -> Callable[[], None]:
-    before = dict(value) if isinstance(value, dict) else set(value)
+def _undo_of_content(value: Any) -> Callable[[], None]:
+    kind = next((kind for kind in (dict, set) if isinstance(value, kind)), list)
+    before = kind(value)
 
     def undo() -> None:
         # Some refuse to be changed, such as a config that is frozen.
         if not have_same_content(value, before):
             value.clear()
-            value.update(before)
+            (value.extend if kind is list else value.update)(before)
 
     return undo
 
