@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dis
 from collections import deque
-from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
+from lightning_harmony.held.files import by_identity
 from lightning_harmony.held.held_state import SWITCHED
 
 _ADDING = frozenset(("append", "extend", "add", "update"))
@@ -24,7 +24,7 @@ def added_to(frame: FrameType, name: str, value: Any) -> list[Any]:
         name: of the attribute.
         value: what is there: one of these, or a dict or list that leads to them.
     """
-    depth = _depth_of_addition(_Code(frame.f_code), frame.f_lasti, name)
+    depth = _depth_of_addition(frame.f_code, frame.f_lasti, name)
     if depth is None:
         return []
     values = [value]
@@ -36,21 +36,8 @@ def added_to(frame: FrameType, name: str, value: Any) -> list[Any]:
     return values if all(type(each) in (list, set, deque) for each in values) else []
 
 
-class _Code:
-    """Code objects are compared by all that is in them: these by what they are."""
-
-    def __init__(self, code: CodeType) -> None:
-        self.code = code
-
-    def __hash__(self) -> int:
-        return id(self.code)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Code) and self.code is other.code
-
-
-@cache
-def _depth_of_addition(code: _Code, offset: int, name: str) -> int | None:
+@by_identity
+def _depth_of_addition(code: CodeType, offset: int, name: str) -> int | None:
     """Of how many entries of entries an item is asked for, to add to it; None if something else happens to what is there.
 
     Args:
@@ -58,7 +45,7 @@ def _depth_of_addition(code: _Code, offset: int, name: str) -> int | None:
         offset: of the instruction that asks for the attribute.
         name: of that.
     """
-    left = iter(each for each in dis.get_instructions(code.code) if each.offset >= offset)
+    left = iter(each for each in dis.get_instructions(code) if each.offset >= offset)
     first = next(left, None)
     if first is None or first.offset != offset or first.opname not in _OF_NAMES or first.argval != name:
         return None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_harmony.held.variables import attributes_of
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 LIBRARIES = frozenset(
     (
         "torch",
@@ -128,17 +129,28 @@ def _content(cell: Any) -> Any:
         return None
 
 
-# By identity: code objects are hashed by all that is in them. They are kept, so that no other gets that.
-_known: dict[int, tuple[CodeType, frozenset[str]]] = {}
+def by_identity(function: Function) -> Function:
+    """Let a function of a code object keep its results, by identity: such objects are hashed by all that is in them.
+
+    The objects are kept, too, so that no other gets the identity of one.
+    """
+    known: dict[Any, tuple[CodeType, Any]] = {}
+
+    def kept(code: CodeType, *others: Any) -> Any:
+        key = id(code), *others
+        found = known.get(key)
+        if found is None:
+            found = known[key] = code, function(code, *others)
+        return found[1]
+
+    return kept  # type: ignore[return-value]
 
 
+@by_identity
 def _names(code: CodeType) -> frozenset[str]:
     """The names of globals and attributes in a function's code, and in that of functions within it."""
-    known = _known.get(id(code))
-    if known is None:
-        inner = (each for each in code.co_consts if isinstance(each, CodeType))
-        known = _known[id(code)] = code, frozenset(code.co_names).union(*map(_names, inner))
-    return known[1]
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(code.co_names).union(*map(_names, inner))
 
 
 @cache

@@ -34,7 +34,7 @@ from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import size_of
 from lightning_harmony.engine.structures.seekable import seekable
 from lightning_harmony.engine.structures.tree import is_parameter
-from lightning_harmony.held.files import LIBRARIES, Code, is_users
+from lightning_harmony.held.files import LIBRARIES, Code, by_identity, is_users
 from lightning_harmony.held.held_state import FUNCTIONS, SWITCHED, Held, Kind, Leads, is_plain
 from lightning_harmony.held.variables import (
     AttributesOfClass,
@@ -307,21 +307,15 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         waiting += reversed(children)
 
 
-# By identity: code objects are hashed by all that is in them. They are kept, so that no other gets that.
-_rebound: dict[int, tuple[CodeType, frozenset[str]]] = {}
-
-
+@by_identity
 def rebound_by(code: CodeType) -> frozenset[str]:
     """The variables of the functions around it that a function gives other values, or those that it defines do."""
-    known = _rebound.get(id(code))
-    if known is None:
-        inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-        names = {name for each in inner for name in rebound_by(each)}
-        # Most have none: not each instruction is looked at.
-        if not _REBINDING.isdisjoint(code.co_code[::2]):
-            names |= {each.argval for each in get_instructions(code) if each.opcode in _REBINDING}
-        known = _rebound[id(code)] = code, frozenset(names & set(code.co_freevars))
-    return known[1]
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    names = {name for each in inner for name in rebound_by(each)}
+    # Most have none: not each instruction is looked at.
+    if not _REBINDING.isdisjoint(code.co_code[::2]):
+        names |= {each.argval for each in get_instructions(code) if each.opcode in _REBINDING}
+    return frozenset(names & set(code.co_freevars))
 
 
 def _of_functions(items: Iterable[tuple[Any, Any]], leads: Leads) -> Iterator[Held]:
