@@ -109,7 +109,7 @@ def _functions_of(kind: type) -> Iterator[tuple[str, Any]]:
 def _named(function: FunctionType) -> Iterator[Any]:
     """What the code of a function names among globals, or in modules of Python among them, and these."""
     names, among = _names(function.__code__), function.__globals__
-    yield from (each for each in (_content(cell) for cell in function.__closure__ or ()) if callable(each))
+    yield from (each for each in (content_of(cell) for cell in function.__closure__ or ()) if callable(each))
     for name in names:
         value = among.get(name)
         if isinstance(value, ModuleType):
@@ -121,7 +121,7 @@ def _named(function: FunctionType) -> Iterator[Any]:
             yield value
 
 
-def _content(cell: Any) -> Any:
+def content_of(cell: Any) -> Any:
     """What is in a variable of a closure; None if nothing is."""
     try:
         return cell.cell_contents

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.held.files import content_of
 from lightning_harmony.held.held_state import FUNCTIONS, Held, Kind, in_one, is_plain
 from lightning_harmony.held.places import Places
 from lightning_harmony.held.variables import attributes_of
@@ -205,21 +206,13 @@ def _parts_of(value: Any) -> Iterable[Any]:
     if issubclass(kind, weakref.ref):
         return (value(),)
     if issubclass(kind, FunctionType):
-        return (*_variables_of(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        variables = map(content_of, value.__closure__ or ())
+        return (*variables, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     if issubclass(kind, partial):
         return value.func, value.args, *value.keywords.values()
     if issubclass(kind, FUNCTIONS):
         return (each for _, each in bound_to(value))
     return _parts_of_scheduler(value) if _is_around_optimizers(kind) else ()
-
-
-def _variables_of(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            # It has none yet.
-            continue
 
 
 def _is_around_optimizers(kind: type) -> bool:
