@@ -196,20 +196,20 @@ class DiskStore:
         """
         head = min(-place % BLOCK, len(source))
         body = (len(source) - head) // BLOCK * BLOCK
-        with self._explained("write", len(source)):
+        with self._explained("written", len(source)):
             # What shares a block with something else goes by way of the page cache, which has the rest of the block.
             _write(self._file.fileno(), source[:head], place)
             _write(self._direct, source[head : head + body], place + head)
             _write(self._file.fileno(), source[head + body :], place + head + body)
 
     @contextmanager
-    def _explained(self, what: str, num_bytes: int) -> Iterator[None]:
+    def _explained(self, done: str, num_bytes: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{_argument(self.folder)}: {format_bytes(num_bytes)} of optimizer state could not be {_PAST[what]} "
+                f"{_argument(self.folder)}: {format_bytes(num_bytes)} of optimizer state could not be {done} "
                 f"({errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}). Go on from the last checkpoint, with a "
                 "folder on another disk",
             ) from error
@@ -219,9 +219,6 @@ class DiskStore:
         if self.is_direct:
             os.close(self._direct)
         self._file.close()
-
-
-_PAST = {"read": "read", "write": "written"}
 
 
 def _write(file: int, source: memoryview, place: int) -> None:
