@@ -1,6 +1,6 @@
 """Merging what `self.log` is told by microbatches into what one step over the whole batch would have logged.
 
-WorkCounter Lightning would keep the last microbatch's value as the step's, and weigh every microbatch's by the size of the
+By itself, Lightning would keep the last microbatch's value as the step's, and weigh every microbatch's by the size of the
 whole batch in the epoch's. So the calls are held back while the microbatches run, and then made once each.
 """
 
