@@ -112,8 +112,7 @@ class DeviceSurroundings(Surroundings):
     @override
     def compiling(self, given: Sequence[Tensor]) -> AbstractContextManager[None]:
         """The context of a compiled layer, whatever becomes of compiled code around it."""
-        if self._step.listeners.on_compiled is not None:
-            self._step.listeners.on_compiled(given)
+        self._step.listeners.on_compiled(given)
         return torch.compiler.set_stance("default") if len(self._devices) > 1 else nullcontext()
 
 

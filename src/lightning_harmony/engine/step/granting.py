@@ -106,8 +106,7 @@ class Granting:
                 else:
                     preparation.enter(progress, Place(pack, phase, request.position))
                     step.turns.take(progress, number)
-            if step.listeners.on_switch is not None:
-                step.listeners.on_switch(lane.microbatch)
+            step.listeners.on_switch(lane.microbatch)
             self._observer.begin_turn(residents.device, phase, pack)
             preparation.note_task(number, progress, phase, pack)
             if request is None:

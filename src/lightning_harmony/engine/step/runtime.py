@@ -110,19 +110,15 @@ class Runtime:
         Args:
             stash: keeps a tensor for that.
         """
-        on_call = self._step.listeners.on_call
-        return nullcontext if on_call is None else on_call(stash)
+        return self._step.listeners.on_call(stash)
 
     def changes_elsewhere(self) -> Callable[[], str | None]:
         """What tells, behind a layer's code, the name of something that is not the layer's and has changed meanwhile."""
-        elsewhere = self._step.listeners.elsewhere
-        return _nothing if elsewhere is None else elsewhere()
+        return self._step.listeners.elsewhere()
 
     def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
         """A layer's own code has set some attributes of a module."""
-        on_set = self._step.listeners.on_set
-        if on_set is not None:
-            on_set(attributes, names)
+        self._step.listeners.on_set(attributes, names)
 
     # ---- devices -------------------------------------------------------------------------------------------------------
 
@@ -383,7 +379,3 @@ class Runtime:
             self._lone_calls.flush_after_this_backward()
         if gradients:
             self._sums.add(layer, use, gradients)
-
-
-def _nothing() -> None:
-    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,12 +53,12 @@ class Listeners:
         elsewhere: tells what changes while a layer's code runs that may be recorded.
     """
 
-    on_switch: Callable[[int], None] | None = None
-    on_set: Callable[[dict[str, Any], set[str]], None] | None = None
+    on_switch: Callable[[int], None] = lambda microbatch: None
+    on_set: Callable[[dict[str, Any], set[str]], None] = lambda attributes, names: None
     watch: StepWatch | None = None
-    on_compiled: Callable[[Sequence[Tensor]], None] | None = None
-    on_call: OnCall | None = None
-    elsewhere: Elsewhere | None = None
+    on_compiled: Callable[[Sequence[Tensor]], None] = lambda given: None
+    on_call: OnCall = lambda keep: nullcontext
+    elsewhere: Elsewhere = lambda: lambda: None
 
 
 @dataclass
