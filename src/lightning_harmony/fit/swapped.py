@@ -81,7 +81,7 @@ class Swapped:
         self.signals = HeldSignals()
         self._lasting = LastingObjects()
         self._buffers_before: BuffersBefore | None = None
-        self._disk = None if settings.offload_dir is None else DiskHome(settings.offload_dir)
+        self._disk = DiskHome(settings.offload_dir)
         # Closes the engine, once: where another set-up is refused, there is none when the Trainer ends.
         self._closing = ExitStack()
         self._use(self._build_engine(settings.plan, devices, None), None)
@@ -120,8 +120,7 @@ class Swapped:
         """Give the module back as an ordinary one on the host. Signals are still held if they were."""
         self._lasting.end()
         self._closing.close()
-        if self._disk is not None:
-            self._disk.close()
+        self._disk.close()
 
     # ---- steps ---------------------------------------------------------------------------------------------------------
 

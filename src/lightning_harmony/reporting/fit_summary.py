@@ -146,7 +146,7 @@ def describe_plan(
         facts.append((_packs(plan.kept), "Graphs are kept from forward to backward"))
     if plan.fused:
         facts.append((_packs(plan.fused), "A microbatch goes through to its loss and back at once"))
-    if (disk := engine.updater.streamed.disk) is not None and disk.is_in_use:
+    if (disk := engine.updater.streamed.disk).is_in_use:
         facts.append((format_bytes(disk.used_bytes), _on_disk(disk, prediction)))
     return "\n".join([title, *table, *fact_lines(facts)])
 
@@ -176,8 +176,7 @@ def _table(
     assert plan.profile is not None
     gradients = [cost.gradient_bytes for cost in plan.profile.pack_costs(plan.packs)]
     state = optimizer_state.expected_state_bytes(optimizers)
-    disk = engine.updater.streamed.disk
-    on_disk = 0 if disk is None else disk.used_bytes
+    on_disk = engine.updater.streamed.disk.used_bytes
     most = waiting_bytes(gradients, is_deferred=is_deferred)
     if engine.pool.limit is not None:
         most = min(most, engine.pool.limit)

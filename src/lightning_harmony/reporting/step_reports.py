@@ -43,10 +43,8 @@ class StepReports:
         # In the first step, buffers go as the optimizer's state comes: what they took together is no more than either end.
         seconds = time.perf_counter() - self._start
         disk = engine.updater.streamed.disk
-        on_disk, (read_bytes, written_bytes) = (
-            (0, (0, 0)) if disk is None else (disk.used_bytes, disk.take_moved_bytes())
-        )
-        before, self._state_bytes = self._state_bytes, self._state_size.num_bytes(optimizers) - on_disk
+        read_bytes, written_bytes = disk.take_moved_bytes()
+        before, self._state_bytes = self._state_bytes, self._state_size.num_bytes(optimizers) - disk.used_bytes
         most = max(engine.pool.take_peak_bytes() + before, engine.pool.num_bytes + self._state_bytes)
         engine.note_seconds(seconds)
         is_alone = engine.is_sequential and num_microbatches > 1

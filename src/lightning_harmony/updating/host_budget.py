@@ -90,7 +90,7 @@ class HostBudget:
         if self._limited_for == known:
             return
         self._limited_for = known
-        if (disk := engine.updater.streamed.disk) is not None and disk.is_in_use:
+        if engine.updater.streamed.disk.is_in_use:
             # A checkpoint may have brought some state since.
             engine.updater.postponed.finish()
             engine.updater.streamed.bring_to_disk(self._states())
@@ -110,7 +110,7 @@ class HostBudget:
         """
         streamed = self._engine.updater.streamed
         excess = self._state_to_come(assumes=True) + other_bytes - room_on_host() - self._engine.pool.num_bytes
-        if streamed.disk is None or excess <= 0:
+        if streamed.disk.folder is None or excess <= 0:
             return
         movable = self._movable()
         states = [sum(movable.get(p, 0) for p in layer) for layer in self._layers]
@@ -135,9 +135,7 @@ class HostBudget:
             parameter: num_bytes
             for optimizer in optimizers
             for parameter, num_bytes in bytes_by_parameter(optimizer).items()
-            if parameter in of_layers
-            and num_bytes
-            and not (streamed.disk is not None and streamed.disk.is_home_of(parameter))
+            if parameter in of_layers and num_bytes and not streamed.disk.is_home_of(parameter)
         }
 
     def check(self, *, is_deferred: bool) -> None:
@@ -172,8 +170,6 @@ class HostBudget:
         expected = Counter[nn.Parameter]()
         for optimizer in optimizers:
             expected.update(bytes_by_parameter(optimizer))
-        if disk is None:
-            return max(expected.total() - state_bytes(optimizers), 0)
         on_host = sum(num_bytes for parameter, num_bytes in expected.items() if not disk.is_home_of(parameter))
         return max(on_host - state_bytes(optimizers) + disk.used_bytes, 0)
 

@@ -35,7 +35,7 @@ class DiskHome:
     """Where optimizer state lives that the host has no room for.
 
     Args:
-        folder: where its file is made, when the first parameter's state gets its home there.
+        folder: where its file is made, when the first parameter's state gets its home there. None where none may.
 
     Attributes:
         folder: the same.
@@ -43,7 +43,7 @@ class DiskHome:
         one_update: held while an update uses the buffers. Several devices would wait for each other's.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self.one_update = RLock()
         self._read_bytes = self._written_bytes = 0
@@ -70,6 +70,7 @@ class DiskHome:
         Raises:
             CapacityError: if the disk has too little room.
         """
+        assert self.folder is not None
         store = self._store = self._store or DiskStore(self.folder)
         store.reserve(sum(whole_blocks(each) + _MOST_TENSORS * BLOCK for each in state_bytes.values()))
         self._state_bytes.update(state_bytes)

@@ -59,10 +59,10 @@ class StreamedUpdate:
         disk: DiskHome | None = None,
     ) -> None:
         self.device = device
-        self.disk = disk
+        self.disk = DiskHome() if disk is None else disk
         self._is_swapped = is_swapped
         self._on_host = on_host
-        self._stage = Stage(device, traffic or Traffic(), disk)
+        self._stage = Stage(device, traffic or Traffic(), self.disk)
 
     @property
     def is_on_device(self) -> bool:
@@ -81,8 +81,8 @@ class StreamedUpdate:
 
     @property
     def disk_buffer_bytes(self) -> int:
-        """What the disk takes of the host as the home of some state."""
-        return 0 if self.disk is None or self.disk.is_in_use else NUM_BUFFERS * self._stage.num_bytes
+        """What the disk will take of the host as the home of some state, if it is none yet."""
+        return 0 if self.disk.is_in_use else NUM_BUFFERS * self._stage.num_bytes
 
     def move_to_disk(
         self, state_bytes: Mapping[nn.Parameter, int], states: Mapping[nn.Parameter, dict[str, Any]]
@@ -96,15 +96,13 @@ class StreamedUpdate:
         Raises:
             CapacityError: if the disk has too little room.
         """
-        assert self.disk is not None
         self.disk.take(state_bytes, self._stage.memory_for_direct_copies, self._stage.num_bytes)
         self.bring_to_disk(states)
 
     def bring_to_disk(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Bring what there is of optimizers' state that lives on disk, and is not there."""
-        if self.disk is not None:
-            for parameter, state in states.items():
-                self.disk.bring(parameter, state)
+        for parameter, state in states.items():
+            self.disk.bring(parameter, state)
 
     # ---- the device as a home of optimizer state -----------------------------------------------------------------------
 
@@ -151,12 +149,11 @@ class StreamedUpdate:
         Raises:
             OSError: if something could not be written to disk.
         """
-        if self.disk is not None:
-            self.disk.settle()
+        self.disk.settle()
 
     def take_disk_seconds(self) -> float:
         """How long updates have waited for the disk since this was last asked."""
-        return 0.0 if self.disk is None else self.disk.take_waited_seconds()
+        return self.disk.take_waited_seconds()
 
     def update(
         self,
@@ -181,7 +178,7 @@ class StreamedUpdate:
         if elsewhere:
             make_step(share, clip, elsewhere, gradients, {parameter: share.state(parameter) for parameter in elsewhere})
         if streamed:
-            with nullcontext() if self.disk is None else self.disk.one_update:
+            with self.disk.one_update if self.disk.is_in_use else nullcontext():
                 self._stream(
                     share, streamed, gradients, clip, between or (lambda: None), keeps_gradients=keeps_gradients
                 )
@@ -233,7 +230,7 @@ class StreamedUpdate:
 
     def _call_for(self, share: Share, pieces: Iterator[list[Part]], called: deque[Piece]) -> bool:
         """Have the state of the next pieces come from disk; whether there is a next one."""
-        while not called or (len(called) <= PIECES_AHEAD and self.disk is not None and self.disk.may_read_ahead):
+        while not called or (len(called) <= PIECES_AHEAD and self.disk.may_read_ahead):
             parts = next(pieces, None)
             if parts is None:
                 break

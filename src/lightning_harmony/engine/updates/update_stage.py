@@ -59,7 +59,7 @@ class Stage:
         home: keeps optimizer state there from update to update.
     """
 
-    def __init__(self, device: Device, traffic: Traffic, disk: DiskHome | None) -> None:
+    def __init__(self, device: Device, traffic: Traffic, disk: DiskHome) -> None:
         self.device = device
         self._traffic, self._disk = traffic, disk
         self.num_bytes = _MOST_BYTES
@@ -120,8 +120,8 @@ class Stage:
                 for name, value in share.state(part.parameter).items()
                 if is_on_device(name, value, share.group_of(part.parameter))
             }
-            on_disk = [key for key, value in values.items() if self._is_on_disk(value)]
-            if self._disk is None or not on_disk:
+            on_disk = [key for key, value in values.items() if self._disk.holds(value)]
+            if not on_disk:
                 return Piece(parts, values, [])
             loan = self._disk.borrow([values[key] for key in on_disk], reads=True)
             return Piece(parts, values | dict(zip(on_disk, loan.there, strict=True)), [loan])
@@ -198,7 +198,7 @@ class Stage:
     def _kept(self, share: Share, piece: Piece) -> Values:
         """Where state is that stays on the device: places for the parts of a piece."""
         states = {key: share.state(key[0])[key[1]] for key in piece.values}
-        on_host = {key: state for key, state in states.items() if not self._is_on_disk(state)}
+        on_host = {key: state for key, state in states.items() if not self._disk.holds(state)}
         part_of = {part.parameter: part for part in piece.parts}
         return {key: part_of[key[0]].of(place) for key, place in self.home.places_for(piece.parts, on_host).items()}
 
@@ -211,12 +211,12 @@ class Stage:
 
     def _by_way_of_buffer(self, piece: Piece, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Copies from the device, those of new state that lives on disk to a buffer instead."""
-        to_disk = [home for home, _ in pairs if self._is_on_disk(home)]
-        if self._disk is None or not to_disk:
+        to_disk = [home for home, _ in pairs if self._disk.holds(home)]
+        if not to_disk:
             return pairs
         piece.loans.append(self._disk.borrow(to_disk, reads=False))
         there = iter(piece.loans[-1].there)
-        return [(next(there) if self._is_on_disk(home) else home, value) for home, value in pairs]
+        return [(next(there) if self._disk.holds(home) else home, value) for home, value in pairs]
 
     def _made(
         self,
@@ -267,31 +267,23 @@ class Stage:
             if not part.is_first:
                 continue
             state = share.state(part.parameter)
-            if self._disk is not None:
-                self._disk.bring(part.parameter, state)
+            self._disk.bring(part.parameter, state)
             slow += [
                 (state, name, value)
                 for name, value in state.items()
                 if is_on_device(name, value, share.group_of(part.parameter))
                 and not self.device.copies_fast(value)
-                and not self._is_on_disk(value)
+                and not self._disk.holds(value)
             ]
         homes = self._on_host([value for _, _, value in slow], [value.dtype for _, _, value in slow])
         for (state, name, value), home in zip(slow, homes, strict=True):
             state[name] = home.copy_(value)
 
-    def _is_on_disk(self, value: Tensor) -> bool:
-        return self._disk is not None and self._disk.holds(value)
-
     def _homes(
         self, parameters: Sequence[nn.Parameter], likes: Sequence[Tensor], dtypes: Sequence[torch.dtype]
     ) -> list[Tensor]:
         """Places where new state of some parameters lives, for tensors like these."""
-        slots, disk = lay_out(likes, dtypes)[0], self._disk
-        on_disk = [
-            None if disk is None else disk.place_for(parameter, slot)
-            for parameter, slot in zip(parameters, slots, strict=True)
-        ]
+        on_disk = list(map(self._disk.place_for, parameters, lay_out(likes, dtypes)[0]))
         rest = [number for number, place in enumerate(on_disk) if place is None]
         on_host = iter(self._on_host([likes[number] for number in rest], [dtypes[number] for number in rest]))
         return [next(on_host) if place is None else place for place in on_disk]
