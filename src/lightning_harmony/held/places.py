@@ -13,6 +13,7 @@ from torch._C._dynamo.guards import dict_version
 
 from lightning_harmony.engine.model.attributes import LONGEST
 from lightning_harmony.engine.structures.containers import (
+    Unchanged,
     copied_content,
     entries_of,
     have_same_content,
@@ -128,12 +129,6 @@ def _dict_of(held: Held) -> dict[Any, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _versions_of(dicts: Iterable[dict[Any, Any]]) -> list[int]:
-    """Numbers of which some change whenever one of the dicts does."""
-    dicts = list(dicts)
-    return [*map(dict_version, dicts), *map(dict.__len__, dicts)]
-
-
 def _is_ordered(held: Held) -> bool:
     """Whether its order may change without anything else: only that of what is in some order."""
     return bool(held.newest) and isinstance(held.content, OrderedDict)
@@ -171,23 +166,21 @@ class Places:
         self._walk: Walk | None = None
         self._together = Together(())
         self._newest: Sequence[Any] = []
-        self._structure: list[dict[Any, Any]] = []
-        self._versions: list[int] = []
-        self._within: list[Any] = []
+        self._structure = Unchanged(())
 
     def look(self) -> Contents:
         """All places as they are now, and what is in them."""
         if self._walk is None or self._is_outdated(self._walk):
             self._walk = Walk(self._model, self._others)
             self._together = Together(self._walk.places)
-            self._structure = [
+            structure = [
                 each
                 for _, module in modules_of(self._model)
                 for each in (module._modules, *(vars(module).get(name, {}) for name in HOOKS_OF_BACKWARD))
                 # Those of TorchScript stay what they are.
                 if isinstance(each, dict)
             ]
-            self._versions, self._within = _versions_of(self._structure), self._in_structure()
+            self._structure = Unchanged([(each, each.copy()) for each in structure])
         contents = Contents(self._together)
         self._newest = contents.copies
         return contents
@@ -211,15 +204,8 @@ class Places:
         self._together.let_go()
         self._newest = self._together.newest
 
-    def _in_structure(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._structure)))
-
     def _is_outdated(self, walk: Walk) -> bool:
-        versions = _versions_of(self._structure)
-        if versions != self._versions and not have_same_content(self._in_structure(), self._within):
-            return True
-        self._versions = versions
-        if any(size_of(content) <= LONGEST for content in walk.too_long):
+        if not self._structure.holds() or any(size_of(content) <= LONGEST for content in walk.too_long):
             return True
         now = self._together.copies()
         if now is self._newest:
