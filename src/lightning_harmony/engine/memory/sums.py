@@ -57,7 +57,7 @@ class Sums:
             add_to_earlier: whether sums begin with the parameters' `grad`, as accumulation over batches does.
         """
         accumulator = pack.accumulators.get(use) or self._open(pack, use, add_to_earlier=add_to_earlier)
-        accumulator.adding(layer, gradients)()
+        accumulator.adding({(layer, p): gradient for p, gradient in gradients})()
 
     def gather(
         self,
@@ -93,7 +93,7 @@ class Sums:
             if accumulator is None:
                 accumulator = self._open(pack, use, add_to_earlier=add_to_earlier)
                 after.append(device.record())
-            add = accumulator.adding(layer, arriving)
+            add = accumulator.adding({(layer, p): gradient for p, gradient in arriving})
 
             def bring_and_add() -> None:
                 if source is not device:
@@ -170,13 +170,7 @@ class Sums:
         if own is None:
             pack.accumulators[use] = Accumulator(buffer, arrived, accumulator.touched, accumulator.includes_earlier)
             return
-        for key in accumulator.touched:
-            gradient = arrived[key]
-            if key in own.touched:
-                own.sums[key].add_(gradient)
-            else:
-                own.sums[key].copy_(gradient)
-        own.touched |= accumulator.touched
+        own.adding({key: arrived[key] for key in accumulator.touched})()
         own.includes_earlier |= accumulator.includes_earlier
 
     def provide_buffers(self, pack: SwappedPack) -> None:

@@ -225,16 +225,15 @@ class Accumulator:
     includes_earlier: set[nn.Parameter] = field(default_factory=set)
     gathered: Event | None = None
 
-    def adding(self, layer: SwappedLayer, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> Callable[[], None]:
-        """Note that gradients of a layer are added. What adds them."""
+    def adding(self, gradients: Mapping[GradientKey, Tensor]) -> Callable[[], None]:
+        """Note that gradients are added. What adds them."""
         first: tuple[list[Tensor], list[Tensor]] = [], []
         further: tuple[list[Tensor], list[Tensor]] = [], []
-        for parameter, gradient in gradients:
-            key = layer, parameter
+        for key, gradient in gradients.items():
             totals, added = further if key in self.touched else first
             totals.append(self.sums[key])
             added.append(gradient)
-        self.touched.update([(layer, parameter) for parameter, _ in gradients])
+        self.touched.update(gradients)
 
         def add() -> None:
             if first[0]:
