@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from types import FrameType
 from typing import Any
 
@@ -422,7 +423,7 @@ def _grew(before: Any, now: Any) -> bool:
     """Whether a list or set has all that it had before, in its order, and more."""
     if isinstance(now, set):
         return now.issuperset(before)
-    return len(now) >= len(before) and all(one is other for one, other in zip(before, now, strict=False))
+    return len(now) >= len(before) and all(map(is_, before, now))
 
 
 def _locks_held(frame: FrameType | None) -> Iterator[str]:

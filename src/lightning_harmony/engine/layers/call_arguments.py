@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ class _Exchanged:
             return value
         if isinstance(value, tuple):
             items = [self.of(item) for item in value]
-            if all(map(_is, items, value)):
+            if all(map(is_, items, value)):
                 return value
             exchanged = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
             self._tuples.append((exchanged, value))
@@ -177,7 +178,3 @@ def _exchange(container: Any, other: Callable[[Any], Any]) -> None:
         exchanged = other(item)
         if exchanged is not item:
             container[key] = exchanged
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other

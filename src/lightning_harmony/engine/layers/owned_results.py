@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -36,12 +37,11 @@ class OwnedResults:
             if isinstance(leaf, Tensor) and TensorClass.of(leaf) is not None:
                 leaf.__dict__.update({name: self._leaf(inner) for name, inner in leaf.__dict__.items()})
         owned = list(map(self._leaf, leaves))
-        is_owned = all(one is other for one, other in zip(given, owned, strict=True))
-        return value if is_owned else unflatten(iter(owned))
+        return value if all(map(is_, given, owned)) else unflatten(iter(owned))
 
     def attributes(self, left: Attributes) -> None:
         """What the call has left on the layer's modules."""
-        copies = self._copies(list(left.tensors().values()))
+        copies = {id(each): self._tensor(each) for each in left.tensors().values() if self._is_borrowed(each)}
         if copies:
             left.exchange(copies)
 
@@ -58,10 +58,6 @@ class OwnedResults:
 
     def _object(self, value: Any) -> Any:
         return with_tensors(value, self._tensor)
-
-    def _copies(self, tensors: list[Tensor]) -> dict[int, Tensor]:
-        """What takes the places of some, by their identity."""
-        return {id(tensor): self._tensor(tensor) for tensor in tensors if self._is_borrowed(tensor)}
 
     def _is_borrowed(self, tensor: Tensor) -> bool:
         return isinstance(tensor, NarrowWeight) or lies_in(tensor, self._residency.weights)
