@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.glue.glue import Runtime as OfGlue
 from lightning_harmony.engine.layers.narrow import CastWatch
 from lightning_harmony.engine.layers.open_call import OpenCall
 from lightning_harmony.engine.layers.surroundings import Surroundings
@@ -16,14 +17,13 @@ from lightning_harmony.engine.memory.residents import HasGraph
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
-from lightning_harmony.plan.values.task import Phase
 
 if TYPE_CHECKING:
     from lightning_harmony.engine.layers.recordings import Recordings
 
 
-class Runtime(Protocol):
-    """What an intercepted call asks of the engine.
+class Runtime(OfGlue, Protocol):
+    """What an intercepted call asks of the engine, beside what glue asks, too.
 
     Attributes:
         open_call: the call that a backward is in.
@@ -32,9 +32,6 @@ class Runtime(Protocol):
 
     open_call: OpenCall
     surroundings: Surroundings
-
-    def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
-        """Wait for the turn of a layer; it resides on the device within the context."""
 
     def stash(self, tensor: Tensor) -> Stashed:
         """Keep a tensor for the backward, on the host or as an alias."""
@@ -51,9 +48,6 @@ class Runtime(Protocol):
     def make_room(self, num_bytes: int, device: Device) -> None:
         """A layer is about to allocate more than it was seen to."""
 
-    def calling(self) -> AbstractContextManager[None]:
-        """The context of a layer's call."""
-
     def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
         """The code between layers is to see what a layer has left in these of its buffers."""
 
@@ -62,12 +56,6 @@ class Runtime(Protocol):
 
     def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
         """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""
-
-    def expect_backward(self, layer: SwappedLayer) -> int:
-        """Announce a backward of a layer; return which use of the layer in its microbatch this is."""
-
-    def end_backward(self, layer: SwappedLayer) -> None:
-        """An announced backward is over."""
 
     def keep_graph(self, layer: SwappedLayer, call: HasGraph) -> bool:
         """Whether a call may keep its graph, for its backward comes at once. It is told to `forget` if it doesn't."""
@@ -96,6 +84,3 @@ class Runtime(Protocol):
 
     def is_last_backward(self) -> bool:
         """Whether no other backward of the current microbatch will follow."""
-
-    def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Take the gradients of one announced backward."""
