@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +24,6 @@ from lightning_harmony.plan.values.memory_size import format_bytes
 UpdateHeard = Callable[[Iterable[nn.Parameter], float, float], None]
 # While it waits for an update, the host looks this often whether there is something else to do.
 _GLANCE_SECONDS = 2e-4
-
-
-class Recorder(Protocol):
-    """What tells when a device has nothing left to do."""
-
-    def record(self) -> Event:
-        """The event of all that was launched so far."""
 
 
 @dataclass
@@ -92,7 +84,7 @@ class Overlap:
     def wait_for(
         self,
         events: Sequence[Event],
-        devices: Sequence[Recorder],
+        devices: Sequence[Device],
         meanwhile: Callable[[], bool] = lambda: False,
         then: Callable[[], None] = lambda: None,
     ) -> None:
