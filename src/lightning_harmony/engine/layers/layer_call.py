@@ -38,7 +38,7 @@ from lightning_harmony.engine.model.layer import (
     own_code_of,
 )
 from lightning_harmony.engine.model.pack import Residency
-from lightning_harmony.engine.structures.parts import parts_of
+from lightning_harmony.engine.structures.parts import are_equal, parts_of
 from lightning_harmony.engine.structures.tree import flatten, tensors_of
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
@@ -275,7 +275,8 @@ class LayerCall(Call):
             return
         finally:
             self.residency.leaves = leaves
-        if all(_same(one, really(other)) for one, other in zip(outputs, again, strict=True)):
+        pairs = zip(outputs, map(really, again), strict=True)
+        if all(are_equal(one, other) for one, other in pairs if isinstance(one, Tensor)):
             # Functions of which it isn't known what they make of the weight get it as it is.
             self.layer.narrow = {p: dtype for p, use in uses.items() if use.is_cast and not use.is_read}
 
@@ -352,7 +353,3 @@ class LayerCall(Call):
 
 
 _unpack: Callable[[Any], Tensor] = methodcaller("load")
-
-
-def _same(one: Any, other: Any) -> bool:
-    return not isinstance(one, Tensor) or (one.dtype == other.dtype and torch.equal(one, other))

@@ -17,7 +17,7 @@ from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.opaque import StashedObject
 from lightning_harmony.engine.model.attributes import Attributes
-from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, version_of
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.parts import cloned
 from lightning_harmony.errors import UnsupportedModelError
@@ -153,5 +153,4 @@ class _Unchanged:
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
-    version = 0 if tensor.is_inference() else tensor._version
-    return version, tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
+    return version_of(tensor), tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
