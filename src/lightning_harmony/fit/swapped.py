@@ -26,6 +26,7 @@ from lightning_harmony.fit.signals import HeldSignals
 from lightning_harmony.fit.training import Training
 from lightning_harmony.microbatches.logs import unheard
 from lightning_harmony.microbatches.split_check import SplitCheck
+from lightning_harmony.plan.search.packing import smallest
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.reporting.fit_summary import FitSummary
 from lightning_harmony.reporting.step_reports import StepReports
@@ -176,8 +177,8 @@ class Swapped:
         refuse_composed(module)
         if store is None:
             refuse_shared_memory(module)
-        smallest = min((d.capacity_bytes for d in devices if d.capacity_bytes is not None), default=None)
-        layers = find_layers(module, max_layer_bytes=smallest, layers=settings.layers)
+        capacity = smallest(device.capacity_bytes for device in devices)
+        layers = find_layers(module, max_layer_bytes=capacity, layers=settings.layers)
         if not layers:
             raise UnsupportedModelError(
                 f"{type(module).__name__} has no submodule with parameters that could be swapped as a layer: hold the "

@@ -12,6 +12,7 @@ from lightning_harmony.plan.search.packing import (
     fill_capacity,
     filled,
     filled_from_end,
+    smallest,
 )
 from lightning_harmony.plan.values.cost import Cost
 
@@ -112,3 +113,8 @@ def test_cuts_begin_at_the_first_layer_and_go_up(sizes: list[int], number: int, 
         assert sorted(set(starts)) == list(starts)
         assert starts[-1] < len(sizes)
     assert len(balanced(sizes, number)) <= number
+
+
+def test_the_smallest_device_counts() -> None:
+    assert smallest([None, 5, 3]) == 3
+    assert smallest([None, None]) is None

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from lightning_harmony.plan.search.rules import fitting_packs, packed, smallest, with_graphs
+from lightning_harmony.plan.search.rules import fitting_packs, packed, with_graphs
 from lightning_harmony.plan.values.cost import Cost
 
 CALLS = ["a", "b", "a", "c"]
@@ -31,8 +31,3 @@ def test_graphs_are_kept_as_there_is_room() -> None:
 def test_no_graphs_are_kept_where_nothing_is_to_be_used_again() -> None:
     plan = replace(packed([["a"], ["b"], ["c"]], (), ["a", "b", "c"], 1, "pipeline"), reuse="visit")
     assert with_graphs(plan, COSTS, 4, [None]) == replace(plan, num_microbatches=4)
-
-
-def test_the_smallest_device_counts() -> None:
-    assert smallest([None, 5, 3]) == 3
-    assert smallest([None, None]) is None

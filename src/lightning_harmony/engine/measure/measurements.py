@@ -14,7 +14,7 @@ from lightning_harmony.engine.measure.profile import Profiler, UpdateSpeeds
 from lightning_harmony.engine.measure.workspace import WorkSpace
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
-from lightning_harmony.plan.search.rules import smallest
+from lightning_harmony.plan.search.packing import smallest
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.profile import MachineLimits
 from lightning_harmony.plan.values.record import Record

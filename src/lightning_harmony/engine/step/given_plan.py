@@ -9,7 +9,7 @@ from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.given import refuse_unfit
-from lightning_harmony.plan.search.rules import smallest
+from lightning_harmony.plan.search.packing import smallest
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Parallel, Plan, fingerprint
 

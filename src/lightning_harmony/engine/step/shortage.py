@@ -12,6 +12,7 @@ from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.step.step import Grant
 from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.errors import CapacityError
+from lightning_harmony.plan.search.packing import smallest
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.task import Phase
 
@@ -22,7 +23,7 @@ def refuse_too_large(layers: Sequence[SwappedLayer], devices: Sequence[Device]) 
     Raises:
         CapacityError: if a layer's weights, buffers and gradients exceed the capacity.
     """
-    capacity = min((d.capacity_bytes for d in devices if d.capacity_bytes is not None), default=None)
+    capacity = smallest(device.capacity_bytes for device in devices)
     for layer in layers if capacity is not None else []:
         weights = sum(
             p.numel() * layer.narrow[p].itemsize if p in layer.narrow else num_bytes_of(p) for p in layer.parameters

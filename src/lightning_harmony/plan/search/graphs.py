@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from lightning_harmony.plan.search.packing import BUFFERING
+from lightning_harmony.plan.search.packing import BUFFERING, smallest
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Parallel
 
@@ -28,8 +28,7 @@ def graphs_to_keep(
         parallel: how packs are placed on the devices.
     """
     if len(capacities) == 1 or parallel == "data":
-        smallest = min((each for each in capacities if each is not None), default=None)
-        first = fused_from(visits, packs, smallest)
+        first = fused_from(visits, packs, smallest(capacities))
     else:
         first = fused_alone(visits)
     kept_of = kept_on_devices(visits, first, packs, num_microbatches, capacities, parallel)
@@ -64,8 +63,7 @@ def kept_on_devices(
     """
     num_devices = len(capacities)
     if num_devices == 1 or parallel == "data":
-        smallest = min((each for each in capacities if each is not None), default=None)
-        return [kept(visits, first_fused, packs, -(-num_microbatches // num_devices), smallest)]
+        return [kept(visits, first_fused, packs, -(-num_microbatches // num_devices), smallest(capacities))]
     found = []
     for device, capacity in enumerate(capacities):
         before, fused = (

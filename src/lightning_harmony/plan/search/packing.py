@@ -1,7 +1,7 @@
 """Cut the layers, in execution order, into packs that fit the capacity."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from lightning_harmony.plan.values.cost import Cost
@@ -49,6 +49,11 @@ def has_room(pack: Sequence[Cost], capacity_bytes: int | None) -> bool:
         return True
     needed = BUFFERING * sum(cost.state_bytes for cost in pack) + max(cost.work_bytes for cost in pack)
     return needed + max(cost.staging_bytes for cost in pack) <= capacity_bytes
+
+
+def smallest(capacities: Iterable[int | None]) -> int | None:
+    """The capacity of the smallest device; None if none has a limit."""
+    return min((each for each in capacities if each is not None), default=None)
 
 
 def balanced(sizes: Sequence[float], num_packs: int) -> tuple[int, ...]:

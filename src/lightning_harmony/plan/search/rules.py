@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_harmony.plan.search.graphs import graphs_to_keep
-from lightning_harmony.plan.search.packing import fill_capacity
+from lightning_harmony.plan.search.packing import fill_capacity, smallest
 from lightning_harmony.plan.values.cost import Cost, pack_cost
 from lightning_harmony.plan.values.plan import Parallel, Plan, visits_of
 
@@ -60,8 +60,3 @@ def with_graphs(plan: Plan, costs: Mapping[str, Cost], num_microbatches: int, ca
     whole = [pack_cost([costs[name] for name in pack]) for pack in plan.packs]
     first_fused, kept = graphs_to_keep(plan.visits, whole, num_microbatches, capacities, plan.parallel)
     return replace(plan, first_fused=first_fused, kept=kept)
-
-
-def smallest(capacities: Iterable[int | None]) -> int | None:
-    """The capacity of the smallest device; None if none has a limit."""
-    return min((each for each in capacities if each is not None), default=None)
