@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
@@ -45,9 +46,12 @@ def savers_on_exception(tree: LightningTree, trainer: Any) -> list[str]:
         if tree.overrides(callback, "on_exception")
         and (_saves_on_exception(callback) or not _is_blind(tree, callback, "on_exception"))
     ]
-    if tree.overrides(trainer.datamodule, "on_exception"):
-        named.append(f"{type(trainer.datamodule).__name__}.on_exception is overridden")
-    return named
+    return named + _overridden(tree, trainer.datamodule, ("on_exception",))
+
+
+def _overridden(tree: LightningTree, owner: Any, hooks: Iterable[str]) -> list[str]:
+    """Those hooks of a module or of data that are overridden, in words."""
+    return [f"{type(owner).__name__}.{hook} is overridden" for hook in hooks if tree.overrides(owner, hook)]
 
 
 def _saves_on_exception(callback: Any) -> bool:
@@ -57,9 +61,7 @@ def _saves_on_exception(callback: Any) -> bool:
 def gradient_readers(tree: LightningTree, trainer: Any) -> list[str]:
     """Hooks that are overridden and see gradients, or may change them."""
     module, plugin = trainer.lightning_module, type(trainer.precision_plugin)
-    readers = [
-        f"{type(module).__name__}.{hook} is overridden" for hook in _MODULE_HOOKS if tree.overrides(module, hook)
-    ]
+    readers = _overridden(tree, module, _MODULE_HOOKS)
     readers += [f"{plugin.__name__}.{hook} is overridden" for hook in _PLUGIN_HOOKS if _is_users(tree, plugin, hook)]
     readers += [
         f"callback {type(callback).__name__} has {hook}"
@@ -91,23 +93,16 @@ def _why_reader(hook: Any) -> str | None:
 
 def between_passes(tree: LightningTree, trainer: Any) -> list[str]:
     """Hooks that are overridden and run between the forward of a batch and its backward."""
-    return [
-        f"{type(owner).__name__}.{hook} is overridden"
-        for owner in (trainer.lightning_module, *trainer.callbacks)
-        for hook in _HOOKS_BETWEEN_PASSES
-        if tree.overrides(owner, hook)
-    ]
+    owners = (trainer.lightning_module, *trainer.callbacks)
+    return [found for owner in owners for found in _overridden(tree, owner, _HOOKS_BETWEEN_PASSES)]
 
 
 def onlooker(tree: LightningTree, trainer: Any) -> str | None:
     """Code of the user's, or of a callback, that runs between two training batches; None if there is none."""
-    for owner, hooks in (
-        (trainer.lightning_module, _MODULE_HOOKS_BETWEEN),
-        (trainer.datamodule, (*_DATA_HOOKS_BETWEEN, "on_exception")),
-    ):
-        for hook in hooks:
-            if tree.overrides(owner, hook):
-                return f"{type(owner).__name__}.{hook} is overridden"
+    overridden = _overridden(tree, trainer.lightning_module, _MODULE_HOOKS_BETWEEN)
+    overridden += _overridden(tree, trainer.datamodule, (*_DATA_HOOKS_BETWEEN, "on_exception"))
+    if overridden:
+        return overridden[0]
     for callback in trainer.callbacks:
         for hook in _CALLBACK_HOOKS_BETWEEN:
             if tree.overrides(callback, hook) and not _is_blind(tree, callback, hook):
