@@ -265,14 +265,11 @@ class Interleaving:
         if hazard is not None:
             self._refuse_turns(hazard, num_microbatches)
         elif buffer is not None:
-            self._refuse_buffer(buffer, num_microbatches)
+            changed = f"{buffer} is changed in one call, and found so in a later one"
+            self.end(changed, num_microbatches, "give each call a module of its own")
         elif read is not None:
             found = f"{read} is read outside of its layer, where others that took turns would have changed it"
             self.end(found, num_microbatches, "return it from the layer's call")
-
-    def _refuse_buffer(self, buffer: str, num_microbatches: int) -> None:
-        changed = f"{buffer} is changed in one call, and found so in a later one"
-        self.end(changed, num_microbatches, "give each call a module of its own")
 
     def _refuse_turns(self, hazard: str, num_microbatches: int) -> None:
         found = f"{hazard}, where others that took turns would find it so"
