@@ -15,6 +15,7 @@ import torch
 from lightning_harmony.engine.batches.merge import merge_evaluations
 from lightning_harmony.engine.batches.split import Indivisible
 from lightning_harmony.engine.lanes.rng import stream_seed
+from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.turns import Microbatch
 from lightning_harmony.engine.structures.nested import map_tensors
@@ -58,6 +59,7 @@ class Evaluation:
         if samples is not None and self.engine.measures(elements, is_training=False):
             before = Snapshot(self.trainer, self.engine.devices)
         outputs: list[Any] = []
+        weights = self._versions()
         self.engine.notify()
         whole = Microbatch(lambda: outputs.append(self._on_root(step(*args, **kwargs))), Fraction(1), None)
         try:
@@ -66,7 +68,8 @@ class Evaluation:
                 before.let_go()
             return outputs[0]
         except CapacityError:
-            if before is None or samples is None:
+            # Weights that the step has put in the place of others would not be put back.
+            if before is None or samples is None or weights != self._versions():
                 raise
         # Not within the except clause: the error's frames hold what the attempt has allocated.
         gc.collect()
@@ -78,6 +81,10 @@ class Evaluation:
             f"microbatches: what it logs and returns is averaged and joined over them{left}"
         )
         return self._run_in_microbatches(name, step, samples, sizes, args, kwargs)
+
+    def _versions(self) -> list[int]:
+        """How often each parameter was changed in place."""
+        return list(map(version_of, self.trainer.lightning_module.parameters()))
 
     def _samples_and_sizes(self, name: str, batch: Any) -> tuple[Samples | None, tuple[int, ...]]:
         """The samples of a batch, and those of the microbatches into which it can be split if it must; None if it cannot."""

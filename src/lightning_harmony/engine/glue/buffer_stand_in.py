@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_harmony.engine.glue.glue import ANSWERED, Runtime, one_element
+from lightning_harmony.engine.glue.glue import ANSWERED, one_element
+from lightning_harmony.engine.glue.runtime import Runtime
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.structures.operations import changes_first
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,73 +24,22 @@ from lightning_harmony.engine.glue.refusals import (
     refuse_lost_gradient,
     used_by_compiled_code,
 )
-from lightning_harmony.engine.glue.views import Views
-from lightning_harmony.engine.memory.stash import Stashed
+from lightning_harmony.engine.glue.runtime import Runtime
+from lightning_harmony.engine.glue.uses import Token, Use
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import (
-    BufferKey,
     Place,
     SwappedLayer,
     dtype_on_device,
     is_replaced,
     layer_of_caller,
 )
-from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import changes_first
 from lightning_harmony.engine.structures.parts import cloned, is_composed, parts_of
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.engine.structures.tree import unwrapped
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
-
-
-class Runtime(Protocol):
-    """What glue asks of the engine."""
-
-    def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
-        """Wait for the turn of a layer; it resides on the device within the context."""
-
-    def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
-        """The layer that a parameter is when glue uses it."""
-
-    def tokens(self) -> dict[nn.Parameter, Tensor] | None:
-        """What the uses of each parameter in the current microbatch are differentiated to, kept for further uses."""
-
-    def views(self) -> Views | None:
-        """Those of parameters that the current microbatch has been given; None where none runs."""
-
-    def give(self, parameter: nn.Parameter) -> None:
-        """An autograd function of the user's own is given a parameter."""
-
-    def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
-        """The layer of the glue whose parameter on the device ``tensor`` is a view of, and that parameter."""
-
-    def stash_unchanged(self, tensor: Tensor) -> Stashed:
-        """Keep a tensor that nobody may change, on the host or as an alias."""
-
-    def expect_backward(self, layer: SwappedLayer) -> int:
-        """Announce a backward of a layer; return which use of the layer in its microbatch this is."""
-
-    def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Take the gradients of one announced backward."""
-
-    def end_backward(self, layer: SwappedLayer) -> None:
-        """An announced backward is over."""
-
-    def calling(self) -> AbstractContextManager[None]:
-        """The context of the engine's own operations."""
-
-    def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operation whose operands may be on several devices."""
-
-    def hides_gradients(self) -> bool:
-        """Whether a step runs whose code would not find the gradients of earlier ones."""
-
-    def device_of(self, layer: SwappedLayer) -> torch.device:
-        """Where a layer runs for the current lane."""
-
-    def read_buffer(self, layer: SwappedLayer, key: BufferKey) -> Tensor:
-        """A copy of what is in a layer's buffer, for the code between layers or for another layer."""
 
 
 def one_element(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -145,9 +94,9 @@ class StandIn(Tensor):
         if func is torch.autograd.grad:
             raise UnsupportedModelError(GRADIENTS_ASKED)
         if func in _REFUSED or changes_first(getattr(func, "__name__", "")):
-            for changed in tree_leaves(args[:1]):
-                if isinstance(changed, StandIn):
-                    raise UnsupportedModelError(changed_in_step(changed))
+            changed = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, StandIn)]
+            if changed:
+                return _changed(changed, func, args, kwargs)
         result = with_parameters(func, args, kwargs, copy=func in _SHARING)
         if func is Tensor.numpy:
             # What is written there would be lost, and nothing counts it.
@@ -214,6 +163,24 @@ _REFUSED = {
 
 # What they return shares the memory of what they are called with, and nobody sees it.
 _SHARING = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr}
+
+
+def _changed(stand_ins: Sequence[StandIn], func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function that changes parameters in place.
+
+    Raises:
+        UnsupportedModelError: if others use them meanwhile, or it changes more than their values.
+    """
+    there: dict[nn.Parameter, Tensor] = {}
+    with ExitStack() as stack:
+        for stand_in in stand_ins:
+            context = None if func in _REFUSED else stand_in._runtime.changing(stand_in.parameter)
+            if context is None:
+                raise UnsupportedModelError(changed_in_step(stand_in))
+            if stand_in.parameter not in there:
+                there[stand_in.parameter] = stack.enter_context(context)
+        func(tree_map_only(StandIn, lambda each: there[each.parameter], args[0]), *args[1:], **kwargs)
+    return args[0]
 
 
 def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) -> Any:
@@ -286,48 +253,10 @@ def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
     token = tokens.get(parameter)
     if token is None:
         anchor = torch.zeros((), requires_grad=True)
-        tokens[parameter] = token = _Token.apply(anchor, layer, runtime.device_of(layer), stand_in.dtype, runtime)
+        tokens[parameter] = token = Token.apply(anchor, layer, runtime.device_of(layer), stand_in.dtype, runtime)
     with runtime.visit(layer, Phase.FORWARD) as residency:
-        tensor = _Use.apply(token, residency.leaves[parameter].detach())
+        tensor = Use.apply(token, residency.leaves[parameter].detach())
         return tensor.clone() if copy else tensor
-
-
-class _Token(torch.autograd.Function):
-    """Stands for the parameter in the graph of one microbatch: gradients of all uses meet here, in the engine's order."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        layer: SwappedLayer,
-        device: torch.device,
-        dtype: torch.dtype,
-        runtime: Runtime,
-    ) -> Tensor:
-        # Not an argument of its own: autograd would call the hooks that it has.
-        (parameter,) = layer.parameters
-        ctx.layer, ctx.parameter, ctx.runtime = layer, parameter, runtime
-        ctx.use = runtime.expect_backward(layer)
-        return torch.zeros((), dtype=dtype, device=device).expand(parameter.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        with ctx.runtime.calling(), ctx.runtime.visit(ctx.layer, Phase.BACKWARD):
-            ctx.runtime.accumulate(ctx.layer, ctx.use, [(ctx.parameter, gradient)])
-            ctx.runtime.end_backward(ctx.layer)
-        return None, None, None, None, None
-
-
-class _Use(torch.autograd.Function):
-    """One use of a parameter: the value comes from the device, the gradient goes to the token."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 class Glue:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from lightning_harmony.engine.devices.device import Device
-from lightning_harmony.engine.glue.glue import Runtime as OfGlue
+from lightning_harmony.engine.glue.runtime import Runtime as OfGlue
 from lightning_harmony.engine.layers.narrow import CastWatch
 from lightning_harmony.engine.layers.open_call import OpenCall
 from lightning_harmony.engine.layers.surroundings import Surroundings

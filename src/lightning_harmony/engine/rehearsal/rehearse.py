@@ -339,6 +339,9 @@ class _Rehearsal:
     def views(self) -> None:
         """Nothing has values to change."""
 
+    def changing(self, parameter: nn.Parameter) -> None:
+        """Nothing has values to change."""
+
     def tokens(self) -> dict[nn.Parameter, Tensor]:
         """What the uses of each parameter are differentiated to."""
         return self._tokens

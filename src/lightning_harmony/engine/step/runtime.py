@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -276,6 +276,30 @@ class Runtime:
                     if not (is_composed(leaf) or is_composed(tensor)) and begins_in(tensor, leaf):
                         return layer, leaf
         return None
+
+    def changing(self, parameter: nn.Parameter) -> AbstractContextManager[Tensor] | None:
+        """The context in which a parameter is on the root device, to be changed there; behind it, the host has that.
+
+        None but in an evaluation of one microbatch: there, no other one and no backward uses it.
+        """
+        step = self._step
+        is_alone = step.is_running and step.is_sequential and len(step.turns.running) == 1
+        return (
+            None if not is_alone or self._observer.is_training or is_composed(parameter) else self._changing(parameter)
+        )
+
+    @contextmanager
+    def _changing(self, parameter: nn.Parameter) -> Iterator[Tensor]:
+        for residents in self._placement.residents:
+            for pack in residents.packs:
+                if any(each is parameter for each in pack.parameters):
+                    residents.evict(pack)
+            residents.swapper.finish_reading()
+        root = self._devices[0]
+        with self.calling(), root.selected(), torch.inference_mode(False), torch.no_grad():
+            there = parameter.detach().to(root.torch_device, copy=True)
+            yield there
+            parameter.copy_(there)
 
     # ---- what a forward keeps ------------------------------------------------------------------------------------------
 

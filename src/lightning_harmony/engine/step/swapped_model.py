@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.glue.buffer_stand_in import BufferStandIn
-from lightning_harmony.engine.glue.glue import Runtime
+from lightning_harmony.engine.glue.runtime import Runtime
 from lightning_harmony.engine.model.derived import DerivedWeight, derived_weights
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffers_of, host_buffer, move_buffers

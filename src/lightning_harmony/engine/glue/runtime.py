@@ -1,0 +1,68 @@
+"""What the code between layers asks of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.glue.views import Views
+from lightning_harmony.engine.memory.stash import Stashed
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
+from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.plan.values.task import Phase
+
+
+class Runtime(Protocol):
+    """What glue asks of the engine."""
+
+    def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
+        """Wait for the turn of a layer; it resides on the device within the context."""
+
+    def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
+        """The layer that a parameter is when glue uses it."""
+
+    def tokens(self) -> dict[nn.Parameter, Tensor] | None:
+        """What the uses of each parameter in the current microbatch are differentiated to, kept for further uses."""
+
+    def views(self) -> Views | None:
+        """Those of parameters that the current microbatch has been given; None where none runs."""
+
+    def give(self, parameter: nn.Parameter) -> None:
+        """An autograd function of the user's own is given a parameter."""
+
+    def changing(self, parameter: nn.Parameter) -> AbstractContextManager[Tensor] | None:
+        """The context in which a parameter is on a device, to be changed there; None where others use it meanwhile."""
+
+    def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
+        """The layer of the glue whose parameter on the device ``tensor`` is a view of, and that parameter."""
+
+    def stash_unchanged(self, tensor: Tensor) -> Stashed:
+        """Keep a tensor that nobody may change, on the host or as an alias."""
+
+    def expect_backward(self, layer: SwappedLayer) -> int:
+        """Announce a backward of a layer; return which use of the layer in its microbatch this is."""
+
+    def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Take the gradients of one announced backward."""
+
+    def end_backward(self, layer: SwappedLayer) -> None:
+        """An announced backward is over."""
+
+    def calling(self) -> AbstractContextManager[None]:
+        """The context of the engine's own operations."""
+
+    def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation whose operands may be on several devices."""
+
+    def hides_gradients(self) -> bool:
+        """Whether a step runs whose code would not find the gradients of earlier ones."""
+
+    def device_of(self, layer: SwappedLayer) -> torch.device:
+        """Where a layer runs for the current lane."""
+
+    def read_buffer(self, layer: SwappedLayer, key: BufferKey) -> Tensor:
+        """A copy of what is in a layer's buffer, for the code between layers or for another layer."""

@@ -1,0 +1,142 @@
+"""Evaluations that put other weights in the place of a model's, and give them back, do so where layers are swapped, too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.errors import UnsupportedModelError
+from support import nets
+from support.device_updates import OPTIMIZERS
+from support.same_training import Net, root, trainer_for
+from support.sampling import combined
+
+STEPS = 4
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
+
+class Averaged(Net):
+    """Keeps averages of its weights, and evaluates with them, as latent diffusion does."""
+
+    def __init__(self) -> None:
+        super().__init__(nets.Language(), OPTIMIZERS["AdamW"])
+        for name, parameter in list(self.net.named_parameters()):
+            self.register_buffer(name.replace(".", "_"), parameter.detach().clone())
+        self.seen: list[Tensor] = []
+
+    def averages(self) -> list[Tensor]:
+        return [self.get_buffer(name.replace(".", "_")) for name, _ in self.net.named_parameters()]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for average, parameter in zip(self.averages(), self.net.parameters(), strict=True):
+            average.lerp_(parameter.detach().to(average.device), 0.3)
+
+    @contextmanager
+    def with_averages(self) -> Iterator[None]:
+        own = [parameter.clone() for parameter in self.net.parameters()]
+        self.put(self.averages())
+        try:
+            yield
+        finally:
+            self.put(own)
+
+    def put(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.net.parameters(), values, strict=True):
+            parameter.data.copy_(value.data)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        before = self.net(batch)
+        with self.with_averages():
+            averaged = self.net(batch)
+        self.seen += [before.detach().cpu(), averaged.detach().cpu(), self.net(batch).detach().cpu()]
+
+
+class Together(Averaged):
+    def put(self, values: list[Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.net.parameters()), values)
+
+
+class Mixed(Averaged):
+    """What is put in their place is computed of what is there, and of other parameters."""
+
+    def put(self, values: list[Tensor]) -> None:
+        parameters = list(self.net.parameters())
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.data.sub_(parameter.data).add_(value.data)
+        parameters[-1].data.add_(parameters[-1].data, alpha=2.0).div_(3.0)
+
+
+class Initialised(Averaged):
+    """As it writes into some rows, by their numbers."""
+
+    def put(self, values: list[Tensor]) -> None:
+        super().put(values)
+        with torch.no_grad():
+            self.net.head.weight[0] = values[-1][0]
+
+
+def run(module: Averaged, strategy: Any, devices: int = 1) -> Averaged:
+    module = copy.deepcopy(module)
+    trainer = trainer_for(strategy, STEPS, [], devices=devices, val_check_interval=2, num_sanity_val_steps=0)
+    torch.manual_seed(7)
+    loader = DataLoader(nets.tokens(8 * STEPS), batch_size=8)
+    trainer.fit(module, loader, DataLoader(nets.tokens(16), batch_size=8))
+    return module
+
+
+def swapped() -> HarmonyStrategy:
+    return HarmonyStrategy(
+        device_memory="160KiB" if root().type == "cpu" else "1GiB",
+        num_microbatches=1,
+        profile_cache=False,
+        cuda_graphs=False,
+    )
+
+
+@pytest.mark.parametrize(("kind", "devices"), combined([Averaged, Together, Mixed], [(1,), (2,)]))
+def test_evaluations_with_other_weights_are_those_of_plain_lightning(kind: type[Averaged], devices: int) -> None:
+    torch.manual_seed(0)
+    module = kind()
+    plain, harmony = run(module, "auto"), run(module, swapped(), devices)
+    assert len(plain.seen) == len(harmony.seen) > 0
+    assert all(map(torch.equal, plain.seen, harmony.seen))
+    assert not torch.equal(plain.seen[-3], plain.seen[-2])
+    for ours, theirs in zip(harmony.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(ours.cpu(), theirs.cpu())
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "other memory": lambda net: setattr(net.head.weight, "data", torch.zeros_like(net.head.weight)),
+    "frozen": lambda net: net.head.requires_grad_(False),
+    "a view": lambda net: net.head.weight.data.view(-1).zero_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_more_than_values_are_changed_is_refused(change: str) -> None:
+    class Changes(Averaged):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            CHANGES[change](self.net)
+
+    with pytest.raises(UnsupportedModelError, match="is changed inside the step"):
+        run(Changes(), swapped())
+
+
+def test_a_training_step_may_not_change_them() -> None:
+    class Changes(Averaged):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with torch.no_grad():
+                self.net.head.weight.mul_(0.5)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(UnsupportedModelError, match="is changed inside the step"):
+        run(Changes(), swapped())
