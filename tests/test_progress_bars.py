@@ -10,6 +10,7 @@ import pytest
 from tqdm import tqdm
 
 from lightning_harmony.setup.lightning_tree import LightningTree
+from lightning_harmony.setup.progress_bars import above_progress_bars
 
 pytestmark = pytest.mark.cpu
 TREE = LightningTree("lightning.pytorch")
@@ -33,20 +34,14 @@ def test_what_is_logged_stands_above_a_bar_of_rich(monkeypatch: pytest.MonkeyPat
     console, progress_of = pytest.importorskip("rich.console"), pytest.importorskip("rich.progress")
     terminal = io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
-    handler = logging.StreamHandler()
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
+    handler, logger = logging.StreamHandler(), logging.Logger("one of its own", logging.INFO)
     logger.addHandler(handler)
-    try:
-        logger.setLevel(logging.INFO)
-        shown = console.Console(file=terminal, force_terminal=True)
-        with progress_of.Progress(console=shown, auto_refresh=False) as progress:
-            progress.add_task("bar", total=8)
-            progress.refresh()
-            TREE.info("said")
-        assert handler.stream is terminal
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    shown = console.Console(file=terminal, force_terminal=True)
+    with progress_of.Progress(console=shown, auto_refresh=False) as progress:
+        progress.add_task("bar", total=8)
+        progress.refresh()
+        with above_progress_bars(logger):
+            logger.info("said")
+    assert handler.stream is terminal
     # The bar's line is erased, or the line would stand behind it.
     assert "\r\x1b[2Ksaid\n" in terminal.getvalue()
