@@ -16,7 +16,7 @@ from lightning_harmony.engine.devices.device import Device, flat_buffer
 from lightning_harmony.engine.devices.stream import Event, Happened
 from lightning_harmony.engine.devices.touched_memory import touched_buffer
 from lightning_harmony.engine.measure.report import Traffic
-from lightning_harmony.engine.model.host_store import Slot, lay_out
+from lightning_harmony.engine.model.host_store import Slot, lay_out, views_in
 from lightning_harmony.engine.updates.device_home import DeviceHome, Key
 from lightning_harmony.engine.updates.device_step import Part, copy_all, is_on_device, make_step, own_of
 from lightning_harmony.engine.updates.disk_home import DiskHome, Loan
@@ -161,7 +161,7 @@ class Stage:
         slots, num_bytes = lay_out(sources)
         fits = num_bytes <= self.num_bytes
         buffer, left = self._buffers[0] if fits else (self._large_buffer(num_bytes), Happened())
-        there = [slot.view(buffer) for slot in slots]
+        there = list(views_in(buffer, dict(enumerate(slots))).values())
         # Copies that wait in the engine's queue would hold up all behind them.
         left.synchronize()
         for loan in piece.loans:
