@@ -1,4 +1,4 @@
-"""Evaluations that put other weights in the place of a model's, and give them back, do so where layers are swapped, too."""
+"""Steps that change weights: evaluations that put averages in their place, and training steps that average a frozen copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import UnsupportedModelError
 from support import nets
 from support.device_updates import OPTIMIZERS
-from support.same_training import Net, root, trainer_for
+from support.same_training import Net, compare, root, train_harmony, train_plain, trainer_for
 from support.sampling import combined
 
 STEPS = 4
@@ -65,6 +65,12 @@ class Together(Averaged):
             torch._foreach_copy_(list(self.net.parameters()), values)
 
 
+class Assigned(Averaged):
+    def put(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.net.parameters(), values, strict=True):
+            parameter.data = value.clone()
+
+
 class Mixed(Averaged):
     """What is put in their place is computed of what is there, and of other parameters."""
 
@@ -102,7 +108,9 @@ def swapped() -> HarmonyStrategy:
     )
 
 
-@pytest.mark.parametrize(("kind", "devices"), combined([Averaged, Together, Mixed], [(1,), (2,)]))
+@pytest.mark.parametrize(
+    ("kind", "devices"), combined([Averaged, Together, Assigned, Mixed, Initialised], [(1,), (2,)])
+)
 def test_evaluations_with_other_weights_are_those_of_plain_lightning(kind: type[Averaged], devices: int) -> None:
     torch.manual_seed(0)
     module = kind()
@@ -115,7 +123,7 @@ def test_evaluations_with_other_weights_are_those_of_plain_lightning(kind: type[
 
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
-    "other memory": lambda net: setattr(net.head.weight, "data", torch.zeros_like(net.head.weight)),
+    "another shape": lambda net: setattr(net.head.weight, "data", torch.zeros(3)),
     "frozen": lambda net: net.head.requires_grad_(False),
     "a view": lambda net: net.head.weight.data.view(-1).zero_(),
 }
@@ -140,3 +148,96 @@ def test_a_training_step_may_not_change_them() -> None:
 
     with pytest.raises(UnsupportedModelError, match="is changed inside the step"):
         run(Changes(), swapped())
+
+
+class Momentum(Net):
+    """Averages a frozen copy in its step, and tells features of both apart from a queue of earlier ones, as MoCo does."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nets.Language(), lambda parameters: OPTIMIZERS["AdamW"]([p for p in parameters if p.requires_grad])
+        )
+        self.key = copy.deepcopy(self.net).requires_grad_(False)
+        self.register_buffer("queue", torch.randn(nets.WIDTH, 16))
+
+    def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        return zip(self.key.parameters(), self.net.parameters(), strict=True)
+
+    def average(self) -> None:
+        for key, query in self.pairs():
+            key.data = key.data * 0.9 + query.data * 0.1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features = self.net.body(self.net.embed(batch)).mean(1)
+        with torch.no_grad():
+            self.average()
+            keys = self.key.body(self.key.embed(batch)).mean(1)
+        same, others = (features * keys).sum(1, keepdim=True), features @ self.queue.clone()
+        with torch.no_grad():
+            self.queue.copy_(torch.cat([keys.T, self.queue], 1)[:, :16])
+        return nn.functional.cross_entropy(torch.cat([same, others], 1), same.new_zeros(len(same), dtype=torch.long))
+
+
+class MomentumInPlace(Momentum):
+    def average(self) -> None:
+        for key, query in self.pairs():
+            key.data.mul_(0.9).add_(query.data, alpha=0.1)
+
+
+class MomentumTogether(Momentum):
+    def average(self) -> None:
+        keys, queries = zip(*self.pairs(), strict=True)
+        torch._foreach_lerp_(list(keys), [query.detach() for query in queries], 0.1)
+
+
+class MomentumFirst(Momentum):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.average()
+            self.average()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_microbatches", "devices"),
+    combined([Momentum, MomentumInPlace, MomentumTogether, MomentumFirst], [(1, 1), (4, 1), (4, 2)]),
+)
+def test_a_frozen_copy_that_a_step_averages_is_that_of_plain_lightning(
+    kind: type[Momentum], num_microbatches: int, devices: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What had come ahead of its time was as before: each copy that is changed goes from the devices."""
+    torch.manual_seed(0)
+    module, data = kind(), nets.tokens(8 * STEPS)
+    plain = train_plain(copy.deepcopy(module), data, num_microbatches, 8)
+    memory = "160KiB" if root().type == "cpu" else "1GiB"
+    strategy = HarmonyStrategy(device_memory=memory, num_microbatches=num_microbatches, profile_cache=False)
+    with caplog.at_level("INFO"):
+        training = train_harmony(module, data, strategy, 8, with_gradients=False, devices=devices)
+    compare(plain, training)
+    said = caplog.text.count("the step changes parameter 'key.")
+    assert said == (num_microbatches > 1)
+
+
+class UsedInAGraph(Momentum):
+    """The copy is changed when its layers have been called with a graph, which their recompute would not find."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.key.head(self.net.body(self.net.embed(batch))).square().mean()
+        self.average()
+        return loss
+
+
+class KeepsWhatItAssigns(Momentum):
+    def average(self) -> None:
+        made = [key.data * 0.9 for key in self.key.parameters()]
+        for key, value in zip(self.key.parameters(), made, strict=True):
+            key.data = value
+        made[0].mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", [UsedInAGraph, KeepsWhatItAssigns])
+def test_a_frozen_copy_that_is_used_otherwise_is_not_changed_within_a_step(kind: type[Momentum]) -> None:
+    memory = "160KiB" if root().type == "cpu" else "1GiB"
+    strategy = HarmonyStrategy(device_memory=memory, num_microbatches=4, profile_cache=False)
+    with pytest.raises(UnsupportedModelError, match="is changed inside the step"):
+        train_harmony(kind(), nets.tokens(16), strategy, 8, with_gradients=False)

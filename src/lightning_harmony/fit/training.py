@@ -106,7 +106,9 @@ class Training:
                 output = self._run_split(sizes, parts, steps)
                 break
             except CapacityError:
-                if before is None or not self._split_further(args[0], len(sizes)):
+                # A parameter that the step has changed would be changed once more.
+                is_changed = self.engine.step.changed_parameter is not None
+                if before is None or is_changed or not self._split_further(args[0], len(sizes)):
                     raise
             # Not within the except clause: the error's frames hold what the attempt has allocated.
             del parts, steps

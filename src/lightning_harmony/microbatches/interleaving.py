@@ -198,8 +198,8 @@ class Interleaving:
                 buffer = engine.buffer_of_several_visits()
                 if buffer is not None:
                     raise _Unsafe(f"{buffer} is changed")
-                if engine.read_buffer() is not None:
-                    raise _Unsafe(f"{engine.read_buffer()} is read outside of its layer")
+                if engine.step.read_buffer is not None:
+                    raise _Unsafe(f"{engine.step.read_buffer} is read outside of its layer")
                 layer = engine.layer_with_wide_weights()
                 if layer is not None:
                     # Not for its values: the step was planned with less memory than its backward takes.
@@ -260,13 +260,16 @@ class Interleaving:
 
     def _conclude(self, watch: Watch, num_microbatches: int) -> None:
         hazard, buffer = watch.conclude(self._known, num_microbatches), self._engine.buffer_of_several_visits()
-        read = self._engine.read_buffer()
+        read = self._engine.step.read_buffer
         self._is_shown = True
         if hazard is not None:
             self._refuse_turns(hazard, num_microbatches)
         elif buffer is not None:
             changed = f"{buffer} is changed in one call, and found so in a later one"
             self.end(changed, num_microbatches, "give each call a module of its own")
+        elif (changed_parameter := self._engine.step.changed_parameter) is not None:
+            changed = f"the step changes parameter {changed_parameter!r}"
+            self.end(changed, num_microbatches, "change it in on_train_batch_start or on_train_batch_end")
         elif read is not None:
             found = f"{read} is read outside of its layer, where others that took turns would have changed it"
             self.end(found, num_microbatches, "return it from the layer's call")

@@ -153,7 +153,7 @@ ANSWERED = _getters(
     Tensor.is_contiguous, Tensor.storage_offset, Tensor.is_inference, torch.is_floating_point, torch.is_complex, torch.numel,
     torch._has_compatible_shallow_copy_type,
 }  # fmt: skip
-_GRADIENT = _getters("grad")
+_GRADIENT, _SET_DATA = _getters("grad"), Tensor.data.__set__  # type: ignore[attr-defined]
 _DETACHING = {*_getters("data"), Tensor.detach}
 _REFUSED = {
     *(getattr(Tensor, name).__set__ for name in ("data", "requires_grad", "grad")),
@@ -174,13 +174,26 @@ def _changed(stand_ins: Sequence[StandIn], func: Any, args: Any, kwargs: Any) ->
     there: dict[nn.Parameter, Tensor] = {}
     with ExitStack() as stack:
         for stand_in in stand_ins:
-            context = None if func in _REFUSED else stand_in._runtime.changing(stand_in.parameter)
+            may_be = func not in _REFUSED or (func == _SET_DATA and _is_like(args[1], stand_in))
+            context = stand_in._runtime.changing(stand_in.parameter) if may_be else None
             if context is None:
                 raise UnsupportedModelError(changed_in_step(stand_in))
             if stand_in.parameter not in there:
                 there[stand_in.parameter] = stack.enter_context(context)
+        if func == _SET_DATA:
+            value = args[1].use() if isinstance(args[1], StandIn) else args[1]
+            there[args[0].parameter].copy_(value)
+            if (views := args[0]._runtime.views()) is not None:
+                # It would share its memory.
+                views.note(value, partial(changed_in_step, args[0]))
+            return None
         func(tree_map_only(StandIn, lambda each: there[each.parameter], args[0]), *args[1:], **kwargs)
     return args[0]
+
+
+def _is_like(value: Any, stand_in: StandIn) -> bool:
+    """Whether a parameter may get a tensor's content in place of its memory."""
+    return isinstance(value, Tensor) and value.shape == stand_in.shape and value.dtype == stand_in.dtype
 
 
 def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) -> Any:

@@ -68,7 +68,8 @@ class Executor:
 
     Attributes:
         has_succeeded: whether a step has come to its end: the first one changes nothing before.
-        step_plan: by which the step runs, or the last one did.
+        step: the step that runs, or the last one.
+        step_plan: by which it runs, or did.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Executor:
         self.devices, self.store, self.pool, self.traffic = devices, store, pool, traffic
         self.recorder, self.updater, self.recordings = recorder, updater, recordings
         self._model, self._intercepted = model, intercepted
-        self._step, self._placement, self._observer = step, placement, observer
+        self.step, self._placement, self._observer = step, placement, observer
         self.planner, self._sums, self._runtime, self._glue, self._runner = planner, sums, runtime, glue, runner
         self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
         self.has_succeeded, self._num_elements, self._evaluated_elements = False, 0, -1
@@ -121,7 +122,7 @@ class Executor:
 
     def notify(self, listeners: Listeners | None = None) -> None:
         """Say who is told of the steps from now on: nobody else than these."""
-        self._step.listeners = listeners or Listeners()
+        self.step.listeners = listeners or Listeners()
 
     @property
     def is_running(self) -> bool:
@@ -131,16 +132,16 @@ class Executor:
     @property
     def is_sequential(self) -> bool:
         """Whether the microbatches of the step run one after the other, in the calling thread."""
-        return self._step.is_sequential
+        return self.step.is_sequential
 
     @property
     def runs_whole(self) -> bool:
         """Whether the backward of each microbatch of the step follows its forward at once, before the next one begins."""
-        return self._step.runs_whole
+        return self.step.runs_whole
 
     def buffer_of_several_visits(self) -> str | None:
         """In a step, a buffer that a microbatch changes in one visit of a layer and finds in another; None if none is."""
-        found = (self._model.buffer_of_several_visits(progress.calls) for progress in self._step.turns.running)
+        found = (self._model.buffer_of_several_visits(progress.calls) for progress in self.step.turns.running)
         return next((each for each in found if each is not None), None)
 
     def buffers_of_layers(self) -> Iterator[BufferKey]:
@@ -159,10 +160,6 @@ class Executor:
     def layer_with_wide_weights(self) -> str | None:
         """In a step, the name of a layer that needed weights as they are that had come narrow; None if none did."""
         return next((layer.name for layer in self._model.layers if layer.read_wide), None)
-
-    def read_buffer(self) -> str | None:
-        """A buffer of a layer that others have read in this step, and that the layer has changed in it, in words."""
-        return self._step.read_buffer
 
     def parameters_in_graph(self) -> set[nn.Parameter]:
         """In a step, the parameters that its backward reads."""
@@ -239,7 +236,7 @@ class Executor:
             is_watching=is_watching,
             is_timing=is_training and self.planner.times_turns_of(num_elements),
         )
-        step, is_alone = self._step, len(microbatches) == 1
+        step, is_alone = self.step, len(microbatches) == 1
         step.is_sequential = is_alone or is_measuring or not interleave
         step.watch = step.listeners.watch if step.is_sequential and not is_alone else None
         predicted = predicted_gradient if step.predicts else None
@@ -268,7 +265,7 @@ class Executor:
             self._runner.drive(Phase.FORWARD)
             self._end_forward(is_training=is_training)
             # Hooks before the backward draw as others do, not as a microbatch.
-            self._step.random.switch_back()
+            self.step.random.switch_back()
             # What comes next is user code that sees parameters, and gradients that take the place of those it uses.
             self.updater.postponed.finish_parameters()
 
@@ -307,9 +304,9 @@ class Executor:
             may_outlast: whether updates just in time may go on until the next forward, as one does that is postponed.
             state_may_stay: whether nobody looks at optimizer state before the next update.
         """
-        self._step.upstream = gradient.detach()
-        self._step.in_backward = True
-        self._sums.begin_backward(self._step.correction(gradient), requested)
+        self.step.upstream = gradient.detach()
+        self.step.in_backward = True
+        self._sums.begin_backward(self.step.correction(gradient), requested)
         # Gradients of the last step that were zeroed since.
         self.updater.buffers.reclaim()
         self.updater.begin(
@@ -334,7 +331,7 @@ class Executor:
     def _end(self) -> None:
         """Nothing outlives a step on the device: its weights are stale after an update, whoever makes it."""
         observer = self._observer
-        called = [progress.calls for progress in self._step.turns.running]
+        called = [progress.calls for progress in self.step.turns.running]
         for calls in called:
             observer.work.note_calls(calls)
         self._reset()
@@ -352,7 +349,7 @@ class Executor:
             self.recordings.set_aside(self._model.layers, lambda layer: observer.work.bytes([layer], Phase.BACKWARD))
             observer.work.occupied_bytes = [device.allocated_bytes() for device in self.devices]
         self.pool.trim()
-        self.has_succeeded = self._step.has_trained = True
+        self.has_succeeded = self.step.has_trained = True
         plan = self.planner.after_step(seen)
         if plan is not None:
             self._go_by(plan)
@@ -386,7 +383,7 @@ class Executor:
 
     def abandon(self) -> None:
         """End a step that has no backward, or whose backward never came."""
-        if self._step.is_running:
+        if self.step.is_running:
             if self._observer.is_measuring and not self._observer.is_training:
                 self._evaluated_elements = self._num_elements
             self._runner.abort()
@@ -411,7 +408,7 @@ class Executor:
         self._observer.forget_turns()
         self._sums.reset()
         self._runner.end()
-        self._step.random.switch_back()
+        self.step.random.switch_back()
         self._model.end_step()
         for residents in self._placement.residents:
             residents.reset()

@@ -280,26 +280,34 @@ class Runtime:
     def changing(self, parameter: nn.Parameter) -> AbstractContextManager[Tensor] | None:
         """The context in which a parameter is on the root device, to be changed there; behind it, the host has that.
 
-        None but in an evaluation of one microbatch: there, no other one and no backward uses it.
+        None where others use it meanwhile: other microbatches, unless these run one after the other, or a backward, or what
+        trains it. An evaluation of one microbatch may change all of them.
         """
         step = self._step
-        is_alone = step.is_running and step.is_sequential and len(step.turns.running) == 1
-        return (
-            None if not is_alone or self._observer.is_training or is_composed(parameter) else self._changing(parameter)
-        )
+        if not (step.is_running and step.is_sequential) or is_composed(parameter):
+            return None
+        if not self._observer.is_training:
+            return self._changing(parameter) if len(step.turns.running) == 1 else None
+        having = [layer for layer in self._model.layers if any(each is parameter for each in layer.parameters)]
+        if parameter.requires_grad or any(layer.is_in_graph for layer in having):
+            return None
+        step.changed_parameter = self._model.names.get(parameter, "")
+        return self._changing(parameter)
 
     @contextmanager
     def _changing(self, parameter: nn.Parameter) -> Iterator[Tensor]:
-        for residents in self._placement.residents:
-            for pack in residents.packs:
-                if any(each is parameter for each in pack.parameters):
-                    residents.evict(pack)
-            residents.swapper.finish_reading()
         root = self._devices[0]
         with self.calling(), root.selected(), torch.inference_mode(False), torch.no_grad():
             there = parameter.detach().to(root.torch_device, copy=True)
             yield there
+            for residents in self._placement.residents:
+                residents.swapper.finish_reading()
             parameter.copy_(there)
+        # What has come meanwhile is as it was.
+        for residents in self._placement.residents:
+            for pack in residents.packs:
+                if any(each is parameter for each in pack.parameters):
+                    residents.evict(pack)
 
     # ---- what a forward keeps ------------------------------------------------------------------------------------------
 

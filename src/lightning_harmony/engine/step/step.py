@@ -88,6 +88,7 @@ class Step:
         fuses: whether a lane that comes to the fused packs goes through them to its loss and back.
         is_sequential: whether one microbatch runs after the other, in the caller's own thread.
         watch: watches its microbatches while one runs after the other.
+        changed_parameter: the name of a frozen parameter that its code has changed; None if it has changed none.
         read_buffers: the buffers of layers that others have read, and the layers.
         buffer_copies: what those have read.
         in_backward: whether the gradient of its loss has come.
@@ -106,6 +107,7 @@ class Step:
         self.fuses = False
         self.is_sequential = False
         self.watch: StepWatch | None = None
+        self.changed_parameter: str | None = None
         self.read_buffers: dict[BufferKey, SwappedLayer] = {}
         self.buffer_copies = ReadBuffers()
         self.in_backward = self.has_trained = False
@@ -156,7 +158,7 @@ class Step:
             having_buffers: the packs whose layers have buffers, which they may change.
         """
         if running:
-            self.read_buffers = {}
+            self.read_buffers, self.changed_parameter = {}, None
         self.buffer_copies = ReadBuffers()
         self._progress = {progress.lane: progress for progress in running}
         self.turns = Turns(running, plan, having_buffers, fuses=self.fuses)
