@@ -195,6 +195,134 @@ def test_state_that_somebody_holds_does_not_stay(way: str) -> None:
     assert all(map(torch.equal, here.found, there.found))
 
 
+class IsGiven(pl.Callback):
+    """Looks at the state of an optimizer that a hook is given, at once or when the batch is over."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        self.found: list[Tensor] = []
+        self._keeps = keeps
+        self._optimizer: Any = None
+
+    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if self._keeps:
+            self._optimizer = optimizer if trainer.global_step >= 3 else None
+        elif trainer.global_step >= 3:
+            self.found += tensors_of(optimizer)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self._optimizer is not None:
+            self.found += tensors_of(self._optimizer)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_state_does_not_stay_where_a_hook_uses_the_optimizer_that_it_is_given(keeps: bool) -> None:
+    module, here, there = build(), IsGiven(keeps=keeps), IsGiven(keeps=keeps)
+    training, seen = train(module, here)
+    every = Every(4, there)
+    every.on_before_zero_grad = there.on_before_zero_grad  # type: ignore[method-assign]
+    every.on_train_batch_end = every._at(4, there.on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
+    compare(train_plain(module, every), training)
+    assert max(seen.stays) == 0
+    assert len(here.found) == len(there.found) > 0
+    assert all(map(torch.equal, here.found, there.found))
+
+
+class Scheduled(Net):
+    """Has a scheduler, of some class and for some interval."""
+
+    kind: Any = torch.optim.lr_scheduler.LambdaLR
+    interval = "step"
+
+    def __init__(self) -> None:
+        super().__init__(nets.Language(), OPTIMIZERS["AdamW"])
+        self.found: list[Tensor] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = self.kind(optimizer, lambda epoch: 0.9**epoch)
+        scheduler.found = self.found
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+
+class StepsOptimizer(Scheduled):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        self.found += tensors_of(optimizer)
+
+
+class StepsScheduler(Scheduled):
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.found += tensors_of(scheduler.optimizer)
+        scheduler.step()
+
+
+class Reads(torch.optim.lr_scheduler.LambdaLR):
+    """Looks at optimizer state when an epoch ends."""
+
+    found: list[Tensor]
+
+    def step(self, epoch: Any = None) -> None:
+        if hasattr(self, "found"):
+            self.found += tensors_of(self.optimizer)
+        super().step(epoch)
+
+
+class ReadsAtTheEnd(Scheduled):
+    kind, interval = Reads, "epoch"
+
+
+@pytest.mark.parametrize("kind", [StepsOptimizer, StepsScheduler, ReadsAtTheEnd])
+def test_code_that_steps_finds_the_state_behind_the_last_update(kind: type[Scheduled]) -> None:
+    torch.manual_seed(0)
+    module = kind()
+    ours, theirs = copy.deepcopy(module), copy.deepcopy(module)
+    seen, plan = Seen(), plan_by_hand()
+    plan = replace(plan, state_on_device=frozenset(plan.visits))
+    memory = "400KiB" if root().type == "cpu" else "1GiB"
+    strategy = HarmonyStrategy(device_memory=memory, num_microbatches=4, plan=plan, profile_cache=False)
+    trainer = trainer_for(strategy, STEPS, [seen])
+    _fit(trainer, ours, DataLoader(samples(), batch_size=8))
+    plain = _train_plain(theirs, samples(), 4, 8)
+    compare(plain, _result(trainer, ours, []))
+    assert (max(seen.stays) > 0) == (kind is ReadsAtTheEnd)
+    assert len(ours.found) == len(theirs.found) > 0
+    assert all(map(torch.equal, ours.found, theirs.found))
+
+
+class Watches(pl.Callback):
+    """Its hooks are given optimizers, and look at no state."""
+
+    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.rate = optimizer.param_groups[0]["lr"]
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.norm = max(parameter.grad.norm() for parameter in module.parameters())
+
+
+def test_state_stays_where_hooks_use_no_more_than_the_groups_of_an_optimizer() -> None:
+    module = build()
+    training, seen = train(module, Watches())
+    compare(train_plain(module), training)
+    assert max(seen.stays) > 0
+
+
+class Exchanges(pl.Callback):
+    """Trains on with another optimizer, whose state is smaller."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)]
+
+
+def test_an_optimizer_that_takes_the_place_of_another_has_state_of_its_own() -> None:
+    module = build()
+    training, seen = train(module, Exchanges())
+    every = Every(4, pl.Callback())
+    every.on_train_batch_end = every._at(4, Exchanges().on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
+    compare(train_plain(module, every), training)
+    assert seen.stays[2] > 0
+
+
 class Loads(pl.Callback):
     """Loads other optimizer state in the middle of a fit."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,7 +14,13 @@ from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.updates.separable_optimizers import reads_default_dtype, why_not_separable
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
-from lightning_harmony.updating.hooks import end_of_batches, gradient_readers, onlooker, savers_on_exception
+from lightning_harmony.updating.hooks import (
+    end_of_batches,
+    gradient_readers,
+    onlooker,
+    savers_on_exception,
+    state_readers,
+)
 from lightning_harmony.updating.reach import code_of, reaches
 
 # Whose code asks for optimizers where it needs them.
@@ -43,8 +50,9 @@ class UpdatePolicy:
     # What was looked into for parameters, and whether it holds any.
     _data: Any = None
     _data_looks: bool = False
-    # What was looked into for the optimizer, and whether it holds that.
+    # What was looked into for the optimizer, and whether it holds that. Hooks of an epoch's start may be given it.
     _holders: Sequence[Any] = ()
+    _looked_in_epoch: int = -1
     _holds_state: bool = False
 
     def choose(self) -> tuple[str, str]:
@@ -91,17 +99,19 @@ class UpdatePolicy:
             return False
         if self.was_asked or self.step_reader is not None or self.backward_reader is not None:
             return False
+        # Schedulers step with an epoch's last batch. Behind it, all is brought to the host.
+        if compat.is_last_batch(self.trainer) or state_readers(self.tree, self.trainer):
+            return False
         return not self._is_state_held()
 
     def _is_state_held(self) -> bool:
         """Whether callbacks, loggers, data or hooks of the module have an optimizer without asking for it, or what it has."""
         trainer, optimizer = self.trainer, self._optimizers[0]
         owners = [*trainer.callbacks, *trainer.loggers, trainer.datamodule, trainer.train_dataloader]
-        known = [optimizer, *owners]
-        if len(known) != len(self._holders) or any(
-            one is not other for one, other in zip(known, self._holders, strict=True)
-        ):
-            self._holders = known
+        known, epoch = [optimizer, *owners], trainer.current_epoch
+        is_known = len(known) == len(self._holders) and all(map(is_, known, self._holders))
+        if not is_known or epoch != self._looked_in_epoch:
+            self._holders, self._looked_in_epoch = known, epoch
             states = list(optimizer.state.values())
             values = [value for state in states if isinstance(state, dict) for value in list(state.values())]
             wanted = [optimizer, optimizer.state, *states, *(value for value in values if isinstance(value, Tensor))]

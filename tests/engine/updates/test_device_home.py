@@ -135,6 +135,22 @@ def test_state_that_is_another_tensor_by_now_comes_anew() -> None:
     assert_same(plain, optimizer)
 
 
+def test_state_in_memory_that_is_slow_to_copy_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system locks no more memory, no place on the host is a better one: what is newer goes back to the same."""
+    monkeypatch.setattr(VirtualDevice, "copies_fast", lambda *_: False)
+    members, expected = parameters(), parameters()
+    optimizer, plain = AdamW(members), AdamW(expected)
+    streamed = keeping(members)
+    for number in range(4):
+        for each in (members, expected):
+            step(each, number)
+        plain.step()
+        update(streamed, optimizer)
+    assert streamed.kept_bytes > 0
+    streamed.bring_back()
+    assert_same(plain, optimizer)
+
+
 class Renewing(AdamW):
     """Puts new tensors in the place of its moments, of another type in the end."""
 

@@ -69,12 +69,13 @@ class DeviceHome:
             {
                 key: tensor
                 for key, tensor in state.items()
-                if key[0] in begun and tensor.dim() > 0 and not self._has(key, tensor)
+                if key[0] in begun and tensor.dim() > 0 and not self.holds(key, tensor)
             }
         )
-        return {key: self._held[key].there for key, tensor in state.items() if self._has(key, tensor)}
+        return {key: self._held[key].there for key, tensor in state.items() if self.holds(key, tensor)}
 
-    def _has(self, key: Key, tensor: Tensor) -> bool:
+    def holds(self, key: Key, tensor: Tensor) -> bool:
+        """Whether a tensor on the host is the place of one that is here, or will be."""
         held = self._held.get(key)
         return held is not None and held.on_host is tensor
 

@@ -38,9 +38,9 @@ class PostponedUpdate:
 
     def let_state_stay(self, optimizer: Optimizer | None) -> None:
         """Say before an update whose state may stay on devices behind it; None if somebody may look at it."""
-        if optimizer is None:
+        if optimizer is None or self._watched not in (None, optimizer):
             self.finish()
-        else:
+        if optimizer is not None:
             self._watch(optimizer)
         for queue in self._queues:
             queue.streamed.lets_state_stay = optimizer is not None and queue.streamed.spares_the_bus

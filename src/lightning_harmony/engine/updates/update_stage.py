@@ -274,6 +274,8 @@ class Stage:
                 if is_on_device(name, value, share.group_of(part.parameter))
                 and not self.device.copies_fast(value)
                 and not self._disk.holds(value)
+                # What is newer on the device goes back there.
+                and not self.home.holds((part.parameter, name), value)
             ]
         homes = self._on_host([value for _, _, value in slow], [value.dtype for _, _, value in slow])
         for (state, name, value), home in zip(slow, homes, strict=True):
