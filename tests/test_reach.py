@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_harmony.updating.reach import reaches, uses_argument
+from lightning_harmony.updating.reach import reaches
 
 
 class Holder:
@@ -96,25 +96,3 @@ def test_a_circle_and_a_long_list_come_to_an_end() -> None:
     circle = Holder()
     circle.held = [circle, list(range(10**6))]
     assert not reaches(circle, frozenset(nn.Linear(2, 2).parameters()))
-
-
-USES: dict[str, Callable[..., Any]] = {
-    "passes it on": lambda self, optimizer: print(optimizer),
-    "passes on two": lambda self, optimizer: [self, optimizer],
-    "asks it for more": lambda self, optimizer: optimizer.state,
-    "passes on all": lambda *everything: print(everything),
-    "keeps it in a function": lambda self, optimizer: lambda: optimizer,
-    "asks for all variables": lambda self, optimizer: locals(),
-}
-LEAVES: dict[str, Callable[..., Any]] = {
-    "does nothing": lambda self, optimizer: None,
-    "uses another": lambda self, optimizer: print(self),
-    "asks it for what does no harm": lambda self, optimizer: optimizer.param_groups[0]["lr"],
-    "takes all the rest": lambda self, *_: None,
-}
-
-
-@pytest.mark.parametrize("way", [*USES, *LEAVES])
-def test_code_uses_an_argument_or_leaves_it(way: str) -> None:
-    code: Any = {**USES, **LEAVES}[way].__code__
-    assert uses_argument(code, 1, frozenset({"param_groups"})) == (way in USES)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from types import CodeType, MethodType
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from types import CodeType
 from typing import Any
 
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
-from lightning_harmony.updating.reach import names_in, uses_argument
+from lightning_harmony.updating.reach import names_in
 
 # Hooks that see gradients or the optimizer's step: with them, no pack may be updated before the backward has ended.
 _MODULE_HOOKS = (
@@ -19,14 +20,12 @@ _CALLBACK_HOOKS = ("on_before_optimizer_step", "on_after_backward")
 _PLUGIN_HOOKS = (
     "backward", "post_backward", "optimizer_step", "clip_gradients", *compat.PLUGIN_HOOKS,
 )  # fmt: skip
-# Hooks that are given an optimizer, or a scheduler, which has one; as which of their arguments.
-_MODULE_HOOKS_WITH_OPTIMIZER = {
-    "on_before_zero_grad": 0, "on_before_optimizer_step": 0, "configure_gradient_clipping": 0, "clip_gradients": 0,
-    "optimizer_step": 2, "optimizer_zero_grad": 2, "lr_scheduler_step": 0,
-}  # fmt: skip
-_CALLBACK_HOOKS_WITH_OPTIMIZER = {"on_before_zero_grad": 2, "on_before_optimizer_step": 2}
-# What code may ask of these without its seeing optimizer state.
-_WITHOUT_STATE = frozenset({"step", "zero_grad", "param_groups"})
+# Hooks that are given an optimizer, or a scheduler, which has one: they may read its state.
+_MODULE_HOOKS_WITH_OPTIMIZER = (
+    "on_before_zero_grad", "on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients", "optimizer_step",
+    "optimizer_zero_grad", "lr_scheduler_step",
+)  # fmt: skip
+_CALLBACK_HOOKS_WITH_OPTIMIZER = ("on_before_zero_grad", "on_before_optimizer_step")
 # Between a step of the optimizer and the next backward, gradients are still there, unless each pack's went with its update.
 _HOOKS_AFTER = ("on_train_batch_end", "on_train_epoch_end", "on_train_batch_start", "on_before_zero_grad")
 _GRADIENTS = frozenset({"grad", "grad_norm", "clip_grad_norm_", "clip_grad_value_", "get_total_norm"})
@@ -85,24 +84,14 @@ def gradient_readers(tree: LightningTree, trainer: Any) -> list[str]:
     ]
 
 
-def state_readers(tree: LightningTree, trainer: Any) -> list[str]:
-    """Hooks that are overridden, and may read the state of the optimizer that they are given."""
+def state_readers(tree: LightningTree, trainer: Any) -> Iterator[str]:
+    """Hooks that are overridden, and are given an optimizer."""
     plugin = type(trainer.precision_plugin)
-    hooks = [(trainer.lightning_module, _MODULE_HOOKS_WITH_OPTIMIZER)]
-    hooks += [(callback, _CALLBACK_HOOKS_WITH_OPTIMIZER) for callback in trainer.callbacks]
-    return [f"{plugin.__name__}.{hook} is overridden" for hook in _PLUGIN_HOOKS if _is_users(tree, plugin, hook)] + [
-        f"{type(owner).__name__}.{hook} may read optimizer state"
-        for owner, numbers in hooks
-        for hook, number in numbers.items()
-        if tree.overrides(owner, hook) and _may_read_state(getattr(owner, hook), number)
-    ]
-
-
-def _may_read_state(hook: Any, number: int) -> bool:
-    """Whether a hook does more than to step with the optimizer that is one of its arguments."""
-    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-    number += isinstance(hook, MethodType)
-    return not isinstance(code, CodeType) or uses_argument(code, number, _WITHOUT_STATE)
+    yield from (f"{plugin.__name__}.{hook}" for hook in _PLUGIN_HOOKS if _is_users(tree, plugin, hook))
+    callbacks = ((callback, hook) for callback in trainer.callbacks for hook in _CALLBACK_HOOKS_WITH_OPTIMIZER)
+    for owner, hook in chain(((trainer.lightning_module, hook) for hook in _MODULE_HOOKS_WITH_OPTIMIZER), callbacks):
+        if tree.overrides(owner, hook):
+            yield f"{type(owner).__name__}.{hook}"
 
 
 def _is_users(tree: LightningTree, plugin: type, hook: str) -> bool:

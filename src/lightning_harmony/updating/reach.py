@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dis import get_instructions
 from functools import partial
-from inspect import CO_VARARGS
-from itertools import islice, pairwise
+from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
-
-from lightning_harmony.held.files import by_identity
 
 # Of a long list of samples, the first ones tell what the others are.
 _MOST_ELEMENTS = 100
@@ -83,29 +79,6 @@ def names_in(code: CodeType) -> Iterator[str]:
         yield from code.co_names
         yield from (constant for constant in code.co_consts if isinstance(constant, str))
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-
-
-@by_identity
-def uses_argument(code: CodeType, number: int, harmless: frozenset[str]) -> bool:
-    """Whether a function does anything with an argument that it is given by position, but ask it for some attributes.
-
-    Args:
-        code: of the function.
-        number: of the argument.
-        harmless: the names of these attributes.
-    """
-    num_named = code.co_argcount
-    if number >= num_named and not code.co_flags & CO_VARARGS:
-        return False
-    name = code.co_varnames[number if number < num_named else num_named + code.co_kwonlyargcount]
-    if name in code.co_cellvars or "locals" in code.co_names:
-        return True
-    for each, following in pairwise(get_instructions(code)):
-        # Some load two variables at once.
-        loaded = each.argval if type(each.argval) is tuple else (each.argval,)
-        if "LOAD" in each.opname and name in loaded and (len(loaded) > 1 or following.argval not in harmless):
-            return True
-    return False
 
 
 def _held(each: Any) -> Iterator[Any]:

@@ -100,7 +100,7 @@ class UpdatePolicy:
         if self.was_asked or self.step_reader is not None or self.backward_reader is not None:
             return False
         # Schedulers step with an epoch's last batch. Behind it, all is brought to the host.
-        if compat.is_last_batch(self.trainer) or state_readers(self.tree, self.trainer):
+        if compat.is_last_batch(self.trainer) or any(state_readers(self.tree, self.trainer)):
             return False
         return not self._is_state_held()
 
