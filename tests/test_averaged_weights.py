@@ -71,6 +71,14 @@ class Assigned(Averaged):
             parameter.data = value.clone()
 
 
+class Shared(Averaged):
+    """Has averages and weights in the same memory for the time."""
+
+    def put(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.net.parameters(), values, strict=True):
+            parameter.data = value.data
+
+
 class Mixed(Averaged):
     """What is put in their place is computed of what is there, and of other parameters."""
 
@@ -79,6 +87,14 @@ class Mixed(Averaged):
         for parameter, value in zip(parameters, values, strict=True):
             parameter.data.sub_(parameter.data).add_(value.data)
         parameters[-1].data.add_(parameters[-1].data, alpha=2.0).div_(3.0)
+
+
+class Viewed(Averaged):
+    """As it looks at parts of the weights before, and keeps none."""
+
+    def put(self, values: list[Tensor]) -> None:
+        self.norms = [parameter.view(-1).norm().item() for parameter in self.net.parameters()]
+        super().put(values)
 
 
 class Initialised(Averaged):
@@ -109,7 +125,7 @@ def swapped() -> HarmonyStrategy:
 
 
 @pytest.mark.parametrize(
-    ("kind", "devices"), combined([Averaged, Together, Assigned, Mixed, Initialised], [(1,), (2,)])
+    ("kind", "devices"), combined([Averaged, Together, Assigned, Mixed, Initialised, Viewed, Shared], [(1,), (2,)])
 )
 def test_evaluations_with_other_weights_are_those_of_plain_lightning(kind: type[Averaged], devices: int) -> None:
     torch.manual_seed(0)
@@ -126,6 +142,10 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "another shape": lambda net: setattr(net.head.weight, "data", torch.zeros(3)),
     "frozen": lambda net: net.head.requires_grad_(False),
     "a view": lambda net: net.head.weight.data.view(-1).zero_(),
+    "shape": lambda net: net.head.weight.data.resize_(1),
+    "strides": lambda net: net.head.weight.data.t_(),
+    "one that has a view": lambda net: (net.head.weight.t(), net.head.weight.data.zero_()),
+    "one that is differentiated": lambda net: torch.enable_grad()(net.head.weight.zero_)(),
 }
 
 

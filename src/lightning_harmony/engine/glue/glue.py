@@ -174,8 +174,10 @@ def _changed(stand_ins: Sequence[StandIn], func: Any, args: Any, kwargs: Any) ->
     there: dict[nn.Parameter, Tensor] = {}
     with ExitStack() as stack:
         for stand_in in stand_ins:
-            may_be = func not in _REFUSED or (func == _SET_DATA and _is_like(args[1], stand_in))
-            context = stand_in._runtime.changing(stand_in.parameter) if may_be else None
+            # Of one that would be differentiated, autograd refuses that, too.
+            may_be = func == _SET_DATA and _is_like(args[1], stand_in)
+            may_be = may_be or not (func in _REFUSED or (torch.is_grad_enabled() and stand_in.requires_grad))
+            context = stand_in._runtime.changing(stand_in.parameter, in_place=func != _SET_DATA) if may_be else None
             if context is None:
                 raise UnsupportedModelError(changed_in_step(stand_in))
             if stand_in.parameter not in there:
@@ -185,15 +187,22 @@ def _changed(stand_ins: Sequence[StandIn], func: Any, args: Any, kwargs: Any) ->
             there[args[0].parameter].copy_(value)
             if (views := args[0]._runtime.views()) is not None:
                 # It would share its memory.
-                views.note(value, partial(changed_in_step, args[0]))
+                views.note(value, args[0].parameter, partial(changed_in_step, args[0]))
             return None
+        before = [_layout_of(tensor) for tensor in there.values()]
         func(tree_map_only(StandIn, lambda each: there[each.parameter], args[0]), *args[1:], **kwargs)
+        if before != [_layout_of(tensor) for tensor in there.values()]:
+            raise UnsupportedModelError(changed_in_step(stand_ins[0]))
     return args[0]
 
 
 def _is_like(value: Any, stand_in: StandIn) -> bool:
     """Whether a parameter may get a tensor's content in place of its memory."""
     return isinstance(value, Tensor) and value.shape == stand_in.shape and value.dtype == stand_in.dtype
+
+
+def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.data_ptr()
 
 
 def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) -> Any:
@@ -224,11 +233,12 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
     def owned(tensor: Tensor) -> Tensor:
         """A view of the parameter would change under the user's hands when the parameter is swapped out."""
         held = unwrapped(tensor)
-        if not any(lies_in(held, part) for weight in real.values() for part in parts_of(weight)):
+        of = next((each for each in unique if any(lies_in(held, part) for part in parts_of(real[id(each)]))), None)
+        if of is None:
             return tensor
         view = cloned(tensor)
         if views is not None:
-            views.note(view, partial(changed_in_step, unique[0]))
+            views.note(view, of.parameter, partial(changed_in_step, of))
         return view
 
     views = stand_ins[0]._runtime.views()

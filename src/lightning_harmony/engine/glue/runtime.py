@@ -34,8 +34,13 @@ class Runtime(Protocol):
     def give(self, parameter: nn.Parameter) -> None:
         """An autograd function of the user's own is given a parameter."""
 
-    def changing(self, parameter: nn.Parameter) -> AbstractContextManager[Tensor] | None:
-        """The context in which a parameter is on a device, to be changed there; None where others use it meanwhile."""
+    def changing(self, parameter: nn.Parameter, *, in_place: bool) -> AbstractContextManager[Tensor] | None:
+        """The context in which a parameter is on a device, to be changed there; None where others use it meanwhile.
+
+        Args:
+            parameter: which one.
+            in_place: whether what has its memory is changed, too.
+        """
 
     def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
         """The layer of the glue whose parameter on the device ``tensor`` is a view of, and that parameter."""

@@ -339,7 +339,7 @@ class _Rehearsal:
     def views(self) -> None:
         """Nothing has values to change."""
 
-    def changing(self, parameter: nn.Parameter) -> None:
+    def changing(self, parameter: nn.Parameter, *, in_place: bool) -> None:
         """Nothing has values to change."""
 
     def tokens(self) -> dict[nn.Parameter, Tensor]:

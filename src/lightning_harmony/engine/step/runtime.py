@@ -277,14 +277,21 @@ class Runtime:
                         return layer, leaf
         return None
 
-    def changing(self, parameter: nn.Parameter) -> AbstractContextManager[Tensor] | None:
+    def changing(self, parameter: nn.Parameter, *, in_place: bool) -> AbstractContextManager[Tensor] | None:
         """The context in which a parameter is on the root device, to be changed there; behind it, the host has that.
 
         None where others use it meanwhile: other microbatches, unless these run one after the other, or a backward, or what
-        trains it. An evaluation of one microbatch may change all of them.
+        trains it; or where the microbatch has a view, which would change with it. An evaluation of one microbatch may change
+        all parameters.
+
+        Args:
+            parameter: which one.
+            in_place: whether what has its memory is changed, too.
         """
-        step = self._step
+        step, views = self._step, self.views()
         if not (step.is_running and step.is_sequential) or is_composed(parameter):
+            return None
+        if in_place and views is not None and views.has_of(parameter):
             return None
         if not self._observer.is_training:
             return self._changing(parameter) if len(step.turns.running) == 1 else None
