@@ -689,6 +689,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "item-assigned": under_no_grad(lambda module: module.net.head.weight.__setitem__(0, 0.0)),
     "a-view": under_no_grad(lambda module: module.net.head.weight[:1].mul_(0.5)),
     "a-view-of-data": lambda module: module.net.head.weight.data.view(-1).clamp_(-0.1, 0.1),
+    "a-view-in-a-list": lambda module: torch._foreach_mul_([module.net.head.weight.data.view(-1)], 0.5),
     "a-row": under_no_grad(lambda module: next(iter(module.net.head.weight)).zero_()),
     "initialised": lambda module: nn.init.zeros_(module.scale),
     "frozen": lambda module: module.scale.requires_grad_(False),

@@ -86,6 +86,17 @@ class TestRunAsWithoutMode:
         assert found.dtype is expected.dtype
         assert torch.equal(found, expected)
 
+    @pytest.mark.parametrize(
+        "change",
+        [lambda each: torch._foreach_mul_(each, 2.0), lambda each: torch._foreach_copy_(each, [torch.ones(2)])],
+    )
+    def test_an_operation_on_a_list_counts_that_it_changes_its_tensors(self, change: Callable[[Any], Any]) -> None:
+        one, other = torch.zeros(2), torch.zeros(2)
+        change([one])
+        with Running():
+            change([other])
+        assert other._version == one._version > 0
+
 
 class TestUnseen:
     def test_neither_graphs_nor_modes_see_what_is_done(self) -> None:

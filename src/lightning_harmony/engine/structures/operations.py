@@ -33,7 +33,12 @@ def run_as_without_mode(func: Any, args: Any, kwargs: Any) -> Any:
 
     In inference mode a composite operation comes whole. Torch then runs it where views of weights seem to need no gradients,
     and the matrix product, among others, goes another way for weights that need some: it sums in another order.
+
+    On the host, operations on lists of tensors leave it to those on each of them to count that they change it.
     """
+    if _is_of_lists(func):
+        with _lifted(torch._C.DispatchKey.ADInplaceOrView):
+            return func(*args, **kwargs)
     is_inference = torch.is_inference_mode_enabled()
     if (is_inference or _is_composed(func)) and _is_cast():
         with _lifted(torch._C.DispatchKey.AutocastCPU):
@@ -62,6 +67,11 @@ def _is_composed(func: Any) -> bool:
 
 
 @cache
+def _is_of_lists(func: Any) -> bool:
+    return bool(func.name().startswith("aten::_foreach_"))
+
+
+@cache
 def _has_kernel(func: Any, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
@@ -78,7 +88,9 @@ def _is_cast() -> bool:
 
 
 # All that runs where a mode has been called.
-WITHOUT_MODE = (run_as_without_mode, _run, _is_composed.__wrapped__, _has_kernel.__wrapped__, _lifted, _is_cast)
+WITHOUT_MODE = (
+    run_as_without_mode, _run, _is_composed.__wrapped__, _is_of_lists.__wrapped__, _has_kernel.__wrapped__, _lifted, _is_cast,
+)  # fmt: skip
 
 
 class Unseen:
