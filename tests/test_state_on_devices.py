@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.updates.device_step import make_step
 from support import nets
 from support.device_updates import OPTIMIZERS, build, plan_by_hand
 from support.same_training import Net, Training, _fit, _result, compare, root, trainer_for
@@ -288,6 +291,77 @@ def test_code_that_steps_finds_the_state_behind_the_last_update(kind: type[Sched
     assert (max(seen.stays) > 0) == (kind is ReadsAtTheEnd)
     assert len(ours.found) == len(theirs.found) > 0
     assert all(map(torch.equal, ours.found, theirs.found))
+
+
+class Plugin(Precision):
+    """Looks at optimizer state and parameters behind each step."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        self.found += [*tensors_of(optimizer), *(parameter.detach().cpu().clone() for parameter in model.parameters())]
+        return result
+
+
+def test_a_plugin_that_steps_finds_what_its_step_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(*args: Any) -> None:
+        time.sleep(0.02)
+        make_step(*args)
+
+    monkeypatch.setattr("lightning_harmony.engine.updates.update_stage.make_step", slowly)
+    module, here, there = build(), Plugin(), Plugin()
+    memory = "400KiB" if root().type == "cpu" else "1GiB"
+    strategy = HarmonyStrategy(device_memory=memory, num_microbatches=4, plan=plan_by_hand(), profile_cache=False)
+    # No callback looks at anything.
+    trainer, ours = trainer_for(strategy, STEPS, [], plugins=[here]), copy.deepcopy(module)
+    _fit(trainer, ours, DataLoader(samples(), batch_size=8))
+    compare(train_plain(module, plugins=[there]), _result(trainer, ours, []))
+    assert len(here.found) == len(there.found) > 0
+    assert all(map(torch.equal, here.found, there.found))
+
+
+class Gives(Net):
+    """Leaves its optimizer with the Trainer."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.trainer.left = optimizer = super().configure_optimizers()  # type: ignore[attr-defined]
+        return optimizer
+
+
+class Late(pl.Callback):
+    """Looks in later steps at state that it has from a checkpoint, or at that of the optimizer that the Trainer has."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.found: list[Tensor] = []
+        self._path, self._states = path, []
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        states = checkpoint["optimizer_states"][0]["state"].values()
+        self._states = [value for state in states for value in state.values() if value.dim() > 0]
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if self._path is None:
+            self.found += tensors_of(trainer.left)
+            return
+        self.found += [value.clone().cpu() for value in self._states]
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self._path)
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "trainer"])
+def test_state_that_is_kept_for_later_does_not_stay(way: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "some.ckpt" if way == "checkpoint" else None
+    module, here, there = Gives(nets.Language(), OPTIMIZERS["AdamW"]), Late(path), Late(path)
+    training, _ = train(module, here)
+    every = Every(4, pl.Callback())
+    every.on_save_checkpoint = there.on_save_checkpoint  # type: ignore[method-assign]
+    every.on_train_batch_end = every._at(4, there.on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
+    compare(train_plain(module, every), training)
+    assert len(here.found) == len(there.found) > 0
+    assert all(map(torch.equal, here.found, there.found))
 
 
 class IsGivenIt(pl.Callback):

@@ -116,6 +116,7 @@ class Swapped:
     def finish_update(self) -> None:
         """See to it that all parameters and the optimizer's state are those after the last step."""
         self.engine.updater.postponed.finish()
+        self.training.deferred.policy.look_again()
 
     def end(self) -> None:
         """Give the module back as an ordinary one on the host. Signals are still held if they were."""

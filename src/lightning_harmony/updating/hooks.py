@@ -67,9 +67,8 @@ def _saves_on_exception(callback: Any) -> bool:
 
 def gradient_readers(tree: LightningTree, trainer: Any) -> list[str]:
     """Hooks that are overridden and see gradients, or may change them."""
-    module, plugin = trainer.lightning_module, type(trainer.precision_plugin)
-    readers = _overridden(tree, module, _MODULE_HOOKS)
-    readers += [f"{plugin.__name__}.{hook} is overridden" for hook in _PLUGIN_HOOKS if _is_users(tree, plugin, hook)]
+    module = trainer.lightning_module
+    readers = _overridden(tree, module, _MODULE_HOOKS) + _plugin_hooks(tree, trainer)
     readers += [
         f"callback {type(callback).__name__} has {hook}"
         for callback in trainer.callbacks
@@ -84,18 +83,31 @@ def gradient_readers(tree: LightningTree, trainer: Any) -> list[str]:
     ]
 
 
+def _plugin_hooks(tree: LightningTree, trainer: Any) -> list[str]:
+    """Those hooks of the precision plugin that are the user's, in words."""
+    plugin = type(trainer.precision_plugin)
+    return [f"{plugin.__name__}.{hook} is overridden" for hook in _PLUGIN_HOOKS if _is_users(tree, plugin, hook)]
+
+
 def state_readers(tree: LightningTree, trainer: Any) -> Iterator[str]:
     """Hooks that are overridden, and are given an optimizer."""
-    plugin = type(trainer.precision_plugin)
-    yield from (f"{plugin.__name__}.{hook}" for hook in _PLUGIN_HOOKS if _is_users(tree, plugin, hook))
+    yield from _own_steps(tree, trainer) + _plugin_hooks(tree, trainer)
     callbacks = ((callback, hook) for callback in trainer.callbacks for hook in _CALLBACK_HOOKS_WITH_OPTIMIZER)
     for owner, hook in chain(((trainer.lightning_module, hook) for hook in _MODULE_HOOKS_WITH_OPTIMIZER), callbacks):
         if tree.overrides(owner, hook):
-            yield f"{type(owner).__name__}.{hook}"
+            yield f"{type(owner).__name__}.{hook} is overridden"
+
+
+def _own_steps(tree: LightningTree, trainer: Any) -> list[str]:
+    """What of a Trainer has been written to step optimizers, in words."""
+    kinds = map(type, (trainer.precision_plugin, trainer.strategy))
+    return [
+        f"{kind.__name__}.optimizer_step is overridden" for kind in kinds if _is_users(tree, kind, "optimizer_step")
+    ]
 
 
 def _is_users(tree: LightningTree, plugin: type, hook: str) -> bool:
-    """Whether a precision plugin has a hook that neither Lightning nor this package has written."""
+    """Whether a precision plugin, or a strategy, has a hook that neither Lightning nor this package has written."""
     found = getattr(plugin, hook, None)
     return found is not None and not found.__module__.startswith((f"{tree.name}.plugins.", "lightning_harmony."))
 
@@ -116,7 +128,7 @@ def between_passes(tree: LightningTree, trainer: Any) -> list[str]:
 
 def onlooker(tree: LightningTree, trainer: Any) -> str | None:
     """Code of the user's, or of a callback, that runs between two training batches; None if there is none."""
-    overridden = _overridden(tree, trainer.lightning_module, _MODULE_HOOKS_BETWEEN)
+    overridden = _overridden(tree, trainer.lightning_module, _MODULE_HOOKS_BETWEEN) + _own_steps(tree, trainer)
     overridden += _overridden(tree, trainer.datamodule, (*_DATA_HOOKS_BETWEEN, "on_exception"))
     if overridden:
         return overridden[0]

@@ -23,8 +23,9 @@ from lightning_harmony.updating.hooks import (
 )
 from lightning_harmony.updating.reach import code_of, reaches
 
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony")
 # Whose code asks for optimizers where it needs them.
-_OURS = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony", "torch", "builtins")
+_OURS = (*_LIGHTNING, "torch", "builtins")
 
 
 @dataclass
@@ -50,9 +51,8 @@ class UpdatePolicy:
     # What was looked into for parameters, and whether it holds any.
     _data: Any = None
     _data_looks: bool = False
-    # What was looked into for the optimizer, and whether it holds that. Hooks of an epoch's start may be given it.
+    # What was looked into for the optimizer, and whether it holds that.
     _holders: Sequence[Any] = ()
-    _looked_in_epoch: int = -1
     _holds_state: bool = False
 
     def choose(self) -> tuple[str, str]:
@@ -104,14 +104,19 @@ class UpdatePolicy:
             return False
         return not self._is_state_held()
 
+    def look_again(self) -> None:
+        """A checkpoint has been made of optimizer state, or hooks of Lightning's callbacks may be given optimizers."""
+        self._holders = ()
+
     def _is_state_held(self) -> bool:
         """Whether callbacks, loggers, data or hooks of the module have an optimizer without asking for it, or what it has."""
         trainer, optimizer = self.trainer, self._optimizers[0]
         owners = [*trainer.callbacks, *trainer.loggers, trainer.datamodule, trainer.train_dataloader]
-        known, epoch = [optimizer, *owners], trainer.current_epoch
-        is_known = len(known) == len(self._holders) and all(map(is_, known, self._holders))
-        if not is_known or epoch != self._looked_in_epoch:
-            self._holders, self._looked_in_epoch = known, epoch
+        # What the user's code has set there, beside Lightning's own.
+        owners += [each for each in vars(trainer).values() if type(each).__module__.partition(".")[0] not in _LIGHTNING]
+        known = [optimizer, *owners]
+        if len(known) != len(self._holders) or not all(map(is_, known, self._holders)):
+            self._holders = known
             states = list(optimizer.state.values())
             values = [value for state in states if isinstance(state, dict) for value in list(state.values())]
             wanted = [optimizer, optimizer.state, *states, *(value for value in values if isinstance(value, Tensor))]
