@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +392,36 @@ def test_an_optimizer_that_takes_the_place_of_another_has_state_of_its_own() -> 
     every.on_train_batch_end = every._at(4, Exchanges().on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
     compare(train_plain(module, every), training)
     assert seen.stays[2] > 0
+
+
+class AsksOnce(pl.Callback):
+    """Asks for the optimizer, and keeps it where nobody looks; then the model gets another layer, and all is set up anew."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.global_step == 2:
+            self.held = repeat(trainer.optimizers[0])
+        elif trainer.global_step == 3:
+            module.another = torch.nn.Linear(2, 2).to(module.device)
+        elif trainer.global_step > 3:
+            self.found += tensors_of(next(self.held))
+
+
+def test_who_has_asked_for_an_optimizer_finds_its_state_behind_another_set_up() -> None:
+    module, here, there = build(), AsksOnce(), AsksOnce()
+    strategy = HarmonyStrategy(
+        device_memory="160KiB" if root().type == "cpu" else "1GiB", num_microbatches=4, profile_cache=False
+    )
+    ours, data = copy.deepcopy(module), samples(12)
+    trainer = trainer_for(strategy, 12, [here])
+    _fit(trainer, ours, DataLoader(data, batch_size=8))
+    every = Every(4, pl.Callback())
+    every.on_train_batch_end = every._at(4, there.on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
+    _train_plain(copy.deepcopy(module), data, 4, 8, more_callbacks=[every])
+    assert len(here.found) == len(there.found) > 0
+    assert all(map(torch.equal, here.found, there.found))
 
 
 class Loads(pl.Callback):

@@ -66,6 +66,8 @@ class Swapped:
         signals: held back in the middle of a step.
     """
 
+    training: Training
+
     def __init__(
         self,
         tree: LightningTree,
@@ -92,7 +94,10 @@ class Swapped:
         tree, trainer, settings = self._tree, self._trainer, self._settings
         self.engine = engine
         self._closing.callback(engine.close)
-        deferred = DeferredUpdate(UpdatePolicy(tree, trainer, engine, settings.update), engine)
+        policy = UpdatePolicy(tree, trainer, engine, settings.update)
+        # Who has asked for optimizers may have kept them.
+        policy.was_asked = summary is not None and self.training.deferred.policy.was_asked
+        deferred = DeferredUpdate(policy, engine)
         summary = FitSummary(tree, trainer, engine) if summary is None else replace(summary, engine=engine)
         self.training = Training(tree, trainer, engine, settings, deferred, self._split_check, self._reports, summary)
         self._evaluation = Evaluation(tree, trainer, engine, settings, self._split_check.splitting)
