@@ -726,7 +726,7 @@ def test_a_buffer_that_a_later_call_finds_changed_is_each_microbatchs_own(
         assert_same_training(
             Net(make()),
             samples(40),
-            device_memory=room("16KiB"),
+            device_memory=room("32KiB"),
             batch_size=8,
             tolerance=1e-5,
             updates=get_args(Update),
