@@ -18,7 +18,7 @@ class Keeping(nn.Module):
         self.number = 0
         self.same = object()
         self.items: list[Any] = []
-        self.entries: dict[str, Any] = {}
+        self.entries: dict[Any, Any] = {}
 
 
 def run_forward(module: Keeping, ends: MicrobatchEnds, number: int) -> dict[str, Any]:
@@ -27,6 +27,8 @@ def run_forward(module: Keeping, ends: MicrobatchEnds, number: int) -> dict[str,
     module.tensor, module.number = torch.full((), number), module.number + 1
     module.items.append(number)
     module.entries["last"], module.entries[f"of {number}"] = number, torch.full((), number)
+    # Any key may be one of the user's.
+    module.entries[None] = number
     return {"tensor": module.tensor, "number": module.number, "items": [*module.items], "entries": {**module.entries}}
 
 
