@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from traceback import extract_stack
@@ -410,9 +411,10 @@ def test_nothing_races_where_a_turn_of_the_forward_takes_several_packs(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("device_memory", "precision"), combined([None, "64KiB"], [("32-true",), ("bf16-mixed",)]))
+@pytest.mark.parametrize("state_stays", [False, True])
+@pytest.mark.parametrize(("device_memory", "precision"), combined([None, "128KiB"], [("32-true",), ("bf16-mixed",)]))
 def test_nothing_races_in_updates_on_devices(
-    monkeypatch: pytest.MonkeyPatch, device_memory: str | None, precision: str
+    monkeypatch: pytest.MonkeyPatch, device_memory: str | None, precision: str, *, state_stays: bool
 ) -> None:
     left: list[int] = []
     leave = Sums.leave
@@ -428,6 +430,8 @@ def test_nothing_races_in_updates_on_devices(
     plan = Plan(
         packs, tuple(range(6)), 5, device_updated=frozenset(range(6)), num_devices=2, num_microbatches=NUM_MICROBATCHES
     )
+    if state_stays:
+        plan = replace(plan, state_on_device=frozenset(range(6)))
     options = {"plan": plan, "device_memory": device_memory, "trainer": {"precision": precision}, "steps": 6}
     assert find_races(monkeypatch, "dropout", **options) == []  # type: ignore[arg-type]
     assert set(left) == set(range(6))

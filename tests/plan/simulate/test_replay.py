@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
@@ -556,11 +557,10 @@ class TestProperties:
     def test_a_stream_does_one_task_at_a_time(self, planned: Planned, machine: MachineLimits) -> None:
         plan, packs, schedule = accepted(planned, machine)
         result = replay(plan, schedule, packs, machine)
-        spans = [(f"{n} {span.stream}", span) for n, device in enumerate(result.devices) for span in device.spans]
-        # The host updates for all devices.
-        by_stream = {"update" if "update" in stream else stream: [] for stream, _ in spans}
-        for stream, span in spans:
-            by_stream["update" if "update" in stream else stream].append((span.start_seconds, span.end_seconds))
+        by_stream: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+        for number, device in enumerate(result.devices):
+            for span in device.spans:
+                by_stream[number, span.stream].append((span.start_seconds, span.end_seconds))
         for times in by_stream.values():
             times.sort()
             assert all(end <= start for (_, end), (start, _) in pairwise(times))

@@ -7,8 +7,8 @@ finds it where the parameters are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,19 +18,16 @@ from lightning_harmony.engine.updates.device_step import Part
 Key = tuple[nn.Parameter, str]
 
 
-@dataclass
-class _Held:
+class _Held(NamedTuple):
     """A tensor that stays on the device.
 
     Attributes:
         on_host: its place there.
         there: the tensor.
-        is_whole: whether all of it has come.
     """
 
     on_host: Tensor
     there: Tensor
-    is_whole: bool = False
 
 
 class DeviceHome:
@@ -57,66 +54,54 @@ class DeviceHome:
         """What of the state of a parameter need not come for its update, and need not go."""
         return self._spared[parameter]
 
-    def places_for(self, parts: Sequence[Part], state: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        """Where state is here, or will be: places for whole parameters. There are none for what there is no room for.
+    def make_room(self, parts: Sequence[Part], state: Mapping[Key, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Make places for the state of parameters whose update begins, as there is room.
 
         Args:
-            parts: that are updated next. Room is made with the first part of a parameter.
+            parts: that are updated next.
             state: theirs, each tensor as a whole. Single numbers come and go with each update.
+
+        Returns:
+            The new places, each with what has to come there before anything else does.
         """
         begun = {part.parameter for part in parts if part.is_first and self.is_open} & self.parameters
-        self._add(
-            {
-                key: tensor
-                for key, tensor in state.items()
-                if key[0] in begun and tensor.dim() > 0 and not self.holds(key, tensor)
-            }
-        )
+        new = {
+            key: tensor
+            for key, tensor in state.items()
+            if key[0] in begun and tensor.dim() > 0 and not self.holds(key, tensor)
+        }
+        for key in new:
+            # It has another place on the host by now.
+            self.drop(key)
+        slots, num_bytes = lay_out(list(new.values()))
+        buffer = self._allocate(num_bytes) if slots else None
+        if buffer is None:
+            return []
+        for (key, tensor), slot in zip(new.items(), slots, strict=True):
+            held = self._held[key] = _Held(tensor, slot.view(buffer))
+            self.num_bytes += held.there.nbytes
+            self._spared[key[0]] += held.there.nbytes
+        return [(self._held[key].there, tensor) for key, tensor in new.items()]
+
+    def places_of(self, state: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """Where tensors of state are that stay, each as a whole."""
         return {key: self._held[key].there for key, tensor in state.items() if self.holds(key, tensor)}
 
     def holds(self, key: Key, tensor: Tensor) -> bool:
-        """Whether a tensor on the host is the place of one that is here, or will be."""
+        """Whether a tensor on the host is the place of one that is here."""
         held = self._held.get(key)
         return held is not None and held.on_host is tensor
-
-    def _add(self, state: Mapping[Key, Tensor]) -> None:
-        for key in state:
-            # It has another place on the host by now.
-            self.drop(key)
-        slots, num_bytes = lay_out(list(state.values()))
-        buffer = self._allocate(num_bytes) if slots else None
-        if buffer is None:
-            return
-        for (key, tensor), slot in zip(state.items(), slots, strict=True):
-            self._held[key] = _Held(tensor, slot.view(buffer))
-            self.num_bytes += slot.num_bytes
-
-    def is_whole(self, key: Key) -> bool:
-        """Whether all of a tensor that has a place here has come."""
-        return self._held[key].is_whole
-
-    def note_coming(self, parts: Iterable[Part], keys: Iterable[Key]) -> None:
-        """These parts of tensors are on their way. The last one completes them."""
-        last = {part.parameter for part in parts if part.is_last}
-        for key in keys:
-            held = self._held[key]
-            if key[0] in last and not held.is_whole:
-                held.is_whole = True
-                self._spared[key[0]] += held.there.nbytes
 
     def drop(self, key: Key) -> None:
         """A tensor has another place from now on, or is another one."""
         held = self._held.pop(key, None)
         if held is not None:
             self.num_bytes -= held.there.nbytes
-            self._spared[key[0]] -= held.there.nbytes if held.is_whole else 0
+            self._spared[key[0]] -= held.there.nbytes
 
-    def to_host(self) -> list[tuple[Tensor, Tensor]]:
-        """The places on the host of all that is here, each with what goes there.
-
-        What has come in part alone belongs to an update that has failed, and is of no one step.
-        """
-        return [(each.on_host, each.there) for each in self._held.values() if each.is_whole]
+    def to_host(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """The places on the host of all that is here, each with what goes there."""
+        return list(self._held.values())
 
     def clear(self) -> None:
         """All is on the host."""

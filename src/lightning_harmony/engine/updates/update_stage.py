@@ -155,7 +155,7 @@ class Stage:
         gradients = {part.parameter: part.of(gradients[part.parameter]) for part in parts}
         coming_gradients = {p: gradient for p, gradient in gradients.items() if not self.device.owns(gradient)}
         with self.device.on_host():
-            kept = self._kept(share, piece)
+            kept, first = self._kept(share, piece)
         passing = {key: value for key, value in values.items() if key not in kept}
         sources = [*masters.values(), *coming_gradients.values(), *passing.values()]
         slots, num_bytes = lay_out(sources)
@@ -166,9 +166,7 @@ class Stage:
         left.synchronize()
         for loan in piece.loans:
             loan.arrive()
-        first = [(place, values[key]) for key, place in kept.items() if not self.home.is_whole(key)]
         arrived = coming.submit(partial(copy_all, [*zip(there, sources, strict=True), *first]))
-        self.home.note_coming(parts, kept)
         rest = iter(there)
         parameters_there = {parameter: next(rest) for parameter in parameters}
         gradients_there = gradients | {parameter: next(rest) for parameter in coming_gradients}
@@ -195,12 +193,16 @@ class Stage:
             # The next piece may use the memory of what is not in one of the two buffers.
             left.synchronize()
 
-    def _kept(self, share: Share, piece: Piece) -> Values:
-        """Where state is that stays on the device: places for the parts of a piece."""
+    def _kept(self, share: Share, piece: Piece) -> tuple[Values, list[tuple[Tensor, Tensor]]]:
+        """Where state is that stays on the device: places for the parts of a piece, and what has to come there first.
+
+        State comes as a whole with the first part of its parameter: none of it is stepped before.
+        """
         states = {key: share.state(key[0])[key[1]] for key in piece.values}
         on_host = {key: state for key, state in states.items() if not self._disk.holds(state)}
+        first = self.home.make_room(piece.parts, on_host)
         part_of = {part.parameter: part for part in piece.parts}
-        return {key: part_of[key[0]].of(place) for key, place in self.home.places_for(piece.parts, on_host).items()}
+        return {key: part_of[key[0]].of(place) for key, place in self.home.places_of(on_host).items()}, first
 
     def bring_back(self) -> None:
         """Bring optimizer state that stays on the device to its places on the host. Nothing is under way."""
