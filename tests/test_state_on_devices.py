@@ -138,9 +138,10 @@ class Every(pl.Callback):
     """Has a callback run for each step of plain Lightning, where that has a batch for each microbatch."""
 
     def __init__(self, number: int, callback: pl.Callback) -> None:
-        for name in HOOKS:
-            if name in vars(callback):
-                setattr(self, name, self._at(number, vars(callback)[name], name))
+        for name in (name for name in dir(callback) if name.startswith("on_")):
+            hook = getattr(callback, name)
+            if getattr(hook, "__func__", hook) is not getattr(pl.Callback, name):
+                setattr(self, name, self._at(number, hook, name))
 
     def _at(self, number: int, hook: Callable[..., None], name: str) -> Callable[..., None]:
         calls = [0]
@@ -191,10 +192,7 @@ def test_state_that_somebody_holds_does_not_stay(way: str) -> None:
     """Whoever has an optimizer since the start of the fit need not ask for it."""
     module, here, there = build(), Holds(way), Holds(way)
     training, seen = train(module, here)
-    every = Every(4, there)
-    every.on_train_start = there.on_train_start  # type: ignore[method-assign]
-    every.on_train_batch_end = every._at(4, there.on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
-    compare(train_plain(module, every), training)
+    compare(train_plain(module, Every(4, there)), training)
     assert max(seen.stays) == 0
     assert len(here.found) == len(there.found) > 0
     assert all(map(torch.equal, here.found, there.found))
@@ -223,10 +221,7 @@ class IsGiven(pl.Callback):
 def test_state_does_not_stay_where_a_hook_uses_the_optimizer_that_it_is_given(keeps: bool) -> None:
     module, here, there = build(), IsGiven(keeps=keeps), IsGiven(keeps=keeps)
     training, seen = train(module, here)
-    every = Every(4, there)
-    every.on_before_zero_grad = there.on_before_zero_grad  # type: ignore[method-assign]
-    every.on_train_batch_end = every._at(4, there.on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
-    compare(train_plain(module, every), training)
+    compare(train_plain(module, Every(4, there)), training)
     assert max(seen.stays) == 0
     assert len(here.found) == len(there.found) > 0
     assert all(map(torch.equal, here.found, there.found))
@@ -357,10 +352,7 @@ def test_state_that_is_kept_for_later_does_not_stay(way: str, tmp_path: Path) ->
     path = tmp_path / "some.ckpt" if way == "checkpoint" else None
     module, here, there = Gives(nets.Language(), OPTIMIZERS["AdamW"]), Late(path), Late(path)
     training, _ = train(module, here)
-    every = Every(4, pl.Callback())
-    every.on_save_checkpoint = there.on_save_checkpoint  # type: ignore[method-assign]
-    every.on_train_batch_end = every._at(4, there.on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
-    compare(train_plain(module, every), training)
+    compare(train_plain(module, Every(4, there)), training)
     assert len(here.found) == len(there.found) > 0
     assert all(map(torch.equal, here.found, there.found))
 
@@ -388,9 +380,7 @@ class Exchanges(pl.Callback):
 def test_an_optimizer_that_takes_the_place_of_another_has_state_of_its_own() -> None:
     module = build()
     training, seen = train(module, Exchanges())
-    every = Every(4, pl.Callback())
-    every.on_train_batch_end = every._at(4, Exchanges().on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
-    compare(train_plain(module, every), training)
+    compare(train_plain(module, Every(4, Exchanges())), training)
     assert seen.stays[2] > 0
 
 
@@ -417,9 +407,7 @@ def test_who_has_asked_for_an_optimizer_finds_its_state_behind_another_set_up() 
     ours, data = copy.deepcopy(module), samples(12)
     trainer = trainer_for(strategy, 12, [here])
     _fit(trainer, ours, DataLoader(data, batch_size=8))
-    every = Every(4, pl.Callback())
-    every.on_train_batch_end = every._at(4, there.on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
-    _train_plain(copy.deepcopy(module), data, 4, 8, more_callbacks=[every])
+    _train_plain(copy.deepcopy(module), data, 4, 8, more_callbacks=[Every(4, there)])
     assert len(here.found) == len(there.found) > 0
     assert all(map(torch.equal, here.found, there.found))
 
@@ -439,9 +427,7 @@ class Loads(pl.Callback):
 def test_state_that_is_loaded_in_the_fit_is_trained_with() -> None:
     module = build()
     training, _ = train(module, Loads())
-    every = Every(4, pl.Callback())
-    every.on_train_batch_end = every._at(4, Loads().on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
-    compare(train_plain(module, every), training)
+    compare(train_plain(module, Every(4, Loads())), training)
 
 
 class Saves(pl.Callback):
@@ -457,9 +443,7 @@ def test_checkpoints_have_it(tmp_path: Path) -> None:
     module, (ours, theirs) = build(), (tmp_path / "ours", tmp_path / "theirs")
     _, seen = train(module, Saves(ours))
     assert max(seen.stays) > 0
-    every = Every(4, pl.Callback())
-    every.on_train_batch_end = every._at(4, Saves(theirs).on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
-    train_plain(module, every)
+    train_plain(module, Every(4, Saves(theirs)))
     for name in ("3.ckpt", "5.ckpt"):
         one, other = (torch.load(each / name, weights_only=False, map_location="cpu") for each in (ours, theirs))
         torch.testing.assert_close(one["optimizer_states"], other["optimizer_states"], rtol=0, atol=0)

@@ -42,6 +42,13 @@ def update(streamed: StreamedUpdate, optimizer: Optimizer) -> None:
     streamed.update(Share(optimizer, dict.fromkeys(optimizer.param_groups[0]["params"], 0)))
 
 
+def update_both(streamed: StreamedUpdate, optimizer: Optimizer, plain: Optimizer, number: int) -> None:
+    for each in (optimizer, plain):
+        step(each.param_groups[0]["params"], number)
+    plain.step()
+    update(streamed, optimizer)
+
+
 def keeping(members: list[nn.Parameter], capacity: int | None = None, **options: Any) -> StreamedUpdate:
     streamed = StreamedUpdate(VirtualDevice(capacity), **options)
     streamed.keep_on_device(frozenset(members))
@@ -66,11 +73,8 @@ def test_what_stays_is_stepped_as_it_would_be_elsewhere(
     optimizer, plain = OPTIMIZERS[name](members), OPTIMIZERS[name](expected)
     streamed = keeping(members, traffic=traffic)
     for number in range(6):
-        for each in (members, expected):
-            step(each, number)
-        plain.step()
         traffic.reset()
-        update(streamed, optimizer)
+        update_both(streamed, optimizer, plain, number)
         if number in (3, 5):
             streamed.bring_back()
             assert_same(plain, optimizer)
@@ -105,10 +109,7 @@ def test_what_there_is_no_room_for_comes_and_goes(capacity: int) -> None:
     optimizer, plain = AdamW(members), AdamW(expected)
     streamed = keeping(members, capacity)
     for number in range(4):
-        for each in (members, expected):
-            step(each, number)
-        plain.step()
-        update(streamed, optimizer)
+        update_both(streamed, optimizer, plain, number)
     assert streamed.kept_bytes < 2 * sum(p.nbytes for p in members)
     assert streamed.device.peak_bytes() <= capacity
     streamed.bring_back()
@@ -121,16 +122,13 @@ def test_state_that_is_another_tensor_by_now_comes_anew() -> None:
     optimizer, plain = AdamW(members), AdamW(expected)
     streamed = keeping(members)
     for number in range(6):
-        for each in (members, expected):
-            step(each, number)
         if number == 3:
             streamed.bring_back()
         if number in (3, 4):
             # In the second case it is here when it is replaced.
             for one in (optimizer, plain):
                 one.state[one.param_groups[0]["params"][0]]["exp_avg"] = torch.full((40, 60), 0.25)
-        plain.step()
-        update(streamed, optimizer)
+        update_both(streamed, optimizer, plain, number)
     streamed.bring_back()
     assert_same(plain, optimizer)
 
@@ -142,10 +140,7 @@ def test_state_in_memory_that_is_slow_to_copy_keeps_its_place(monkeypatch: pytes
     optimizer, plain = AdamW(members), AdamW(expected)
     streamed = keeping(members)
     for number in range(4):
-        for each in (members, expected):
-            step(each, number)
-        plain.step()
-        update(streamed, optimizer)
+        update_both(streamed, optimizer, plain, number)
     assert streamed.kept_bytes > 0
     streamed.bring_back()
     assert_same(plain, optimizer)
@@ -169,10 +164,7 @@ def test_state_that_a_step_replaces_is_that_of_the_step() -> None:
     optimizer, plain = Renewing(members), Renewing(expected)
     streamed = keeping(members)
     for number in range(5):
-        for each in (members, expected):
-            step(each, number)
-        plain.step()
-        update(streamed, optimizer)
+        update_both(streamed, optimizer, plain, number)
     streamed.bring_back()
     assert_same(plain, optimizer)
 
