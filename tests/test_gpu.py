@@ -309,7 +309,7 @@ def test_an_update_under_the_next_forward_changes_no_bit(clip: float | None) -> 
     from lightning_harmony.engine.updates import postponed, streamed_update
 
     def finishing(ask: Any) -> Any:
-        return lambda self, *args: (ask(self, *args), self.finish())[1]
+        return lambda self, *args, **options: (ask(self, *args, **options), self.finish())[1]
 
     def train(name: str) -> Any:
         module = build("plain")
