@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from lightning_harmony.plan.search.device_updates import with_device_updates
 from lightning_harmony.plan.search.rules import fitting_packs, packed, with_graphs
-from lightning_harmony.plan.search.search import MOST_TASKS, search_better
+from lightning_harmony.plan.search.search import CLEAR_SHARE, MOST_TASKS, search_better
 from lightning_harmony.plan.simulate.replay import with_prediction
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Parallel, Plan
@@ -76,15 +76,15 @@ def improved(plan: Plan, calls: Sequence[str], *, with_its_packs: bool = False, 
 def with_homes(plan: Plan) -> Plan:
     """A plan with what waits on devices for its update, or from one update to the next: gradients, and optimizer state.
 
-    State that stays takes room from graphs and from packs that are fetched ahead, whose rules are asked again. It is that of
-    the packs which a forward needs first, for it waits for their update.
+    State that stays takes room from graphs and from packs that are fetched ahead, whose rules are asked again: it has to save
+    `CLEAR_SHARE` of a step. It is that of the packs which a forward needs first, for it waits for their update.
 
     Args:
         plan: the plan, with what is foreseen of it where nothing stays. It stays as it is where nothing may.
     """
-    found = [with_device_updates(plan)]
+    without, found = with_device_updates(plan), list[Plan]()
     if plan.profile is None or plan.predicted is None or not plan.profile.machine.state_may_stay:
-        return found[0]
+        return without
     costs, machine = plan.profile.pack_costs(plan.packs), plan.profile.machine
     by_name = {cost.name: cost for cost in plan.profile.layers}
     packs = [p for p in dict.fromkeys(plan.visits) if costs[p].optimizer_bytes and _has_one_device(plan, p)]
@@ -97,7 +97,8 @@ def with_homes(plan: Plan) -> Plan:
         for other in dict.fromkeys([(kept.first_fused, kept.kept), (fewer.first_fused, fewer.kept)]):
             graphs = replace(kept, first_fused=other[0], kept=other[1])
             found.append(with_device_updates(foreseen(graphs, by_name, machine)))
-    return min([*found[1:], found[0]], key=lambda each: each.predicted_seconds)
+    fastest = min(found, key=lambda each: each.predicted_seconds, default=without)
+    return fastest if fastest.predicted_seconds <= without.predicted_seconds * (1 - CLEAR_SHARE) else without
 
 
 def _has_one_device(plan: Plan, pack: int) -> bool:
