@@ -512,8 +512,8 @@ def test_code_runs_once_in_a_step_to_be_compared(record: Record, monkeypatch: py
 
     train(build(Chain), more_callbacks=[Counting()])
     assert record.replayed, record.refused
-    # In the last one, turns of the code are timed.
-    assert steps[-2] == {"compare": len(Chain().blocks)}
+    # Turns are timed in the last one, as those are that follow: plans foresaw 3.1 s, by the code, where steps took 2.7.
+    assert steps[-2:] == [{"compare": len(Chain().blocks)}] * 2
 
 
 def noting(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:

@@ -109,7 +109,7 @@ class Recordings:
         """A step begins.
 
         Args:
-            is_on: whether microbatches take turns in it, and nothing is measured.
+            is_on: whether microbatches take turns in it, and the work of layers is known.
         """
         self.is_on = is_on and bool(self._memories)
         self._seen.clear()

@@ -258,8 +258,8 @@ class Executor:
             residents.agenda.follows_moves = is_alone or not step.is_sequential
             for pack in residents.packs:
                 pack.is_narrow = is_training
-        is_observing = is_measuring or is_watching or self._observer.is_timing
-        self.recordings.begin_step(is_on=is_training and not (step.is_sequential or is_observing))
+        # A step that is timed is as those that follow.
+        self.recordings.begin_step(is_on=is_training and not (step.is_sequential or is_measuring or is_watching))
         self._runner.begin(microbatches)
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._runner.drive(Phase.FORWARD)
