@@ -22,6 +22,7 @@ from lightning_harmony.fit.lasting_bytes import LastingBytes, fits
 from lightning_harmony.fit.loop_ends import LoopEnds
 from lightning_harmony.fit.memory_watch import DoesNotFit
 from lightning_harmony.fit.move_to_host import move_companions, move_to_host
+from lightning_harmony.fit.nodes import average_behind, take_from_first_node
 from lightning_harmony.fit.swapped import Swapped
 from lightning_harmony.fit.unregistered import move_unregistered
 from lightning_harmony.microbatches.split_check import SplitCheck
@@ -33,7 +34,12 @@ from lightning_harmony.setup import compat
 from lightning_harmony.setup.argument_names import suggests_names
 from lightning_harmony.setup.checkpoints import refuse_directory, refuse_torn
 from lightning_harmony.setup.lightning_tree import LightningTree
-from lightning_harmony.setup.refusals import refuse_scripted, refuse_uninitialized, refuse_windows
+from lightning_harmony.setup.refusals import (
+    refuse_batch_norm_over_nodes,
+    refuse_scripted,
+    refuse_uninitialized,
+    refuse_windows,
+)
 from lightning_harmony.setup.settings import Settings
 
 if TYPE_CHECKING:
@@ -194,6 +200,9 @@ class StrategyMixin(GivenOptimizers):
         assert self.model is not None
         refuse_uninitialized(self._module)
         self.accelerator.setup(trainer)
+        if self.is_distributed:
+            refuse_batch_norm_over_nodes(self._layer_sync)
+            take_from_first_node([*self._module.parameters(), *self._module.buffers()])
         self.model = self.precision_plugin.convert_module(self.model)
         devices = self._settings.open_devices(self._torch_devices)
         trains, has_optimizers = trainer.state.fn == "fit", False
@@ -326,6 +335,9 @@ class StrategyMixin(GivenOptimizers):
             args: its arguments.
             kwargs: more of them.
         """
+        if self.is_distributed and self._module.trainer.state.fn == "fit":
+            # Layers may have changed them by what each node has seen: as DDP does, all go on from the first one's.
+            take_from_first_node(self._module.buffers())
         try:
             if self._in_memory is not None:
                 try:
@@ -351,6 +363,9 @@ class StrategyMixin(GivenOptimizers):
         """Before the loss is scaled, see to it that gradients can be unscaled where they are."""
         if self._in_memory is None:
             keep_scale_on_host(getattr(self.precision_plugin, "scaler", None))
+        if self.is_distributed and not self._is_accumulating and closure_loss.requires_grad:
+            parameters, by_hand = list(self._module.parameters()), not self._module.automatic_optimization
+            average_behind(closure_loss, parameters, self.root_device, by_hand=by_hand)
         super().pre_backward(closure_loss)
 
     @override

@@ -9,7 +9,7 @@ from typing_extensions import override
 from lightning_harmony.precision import refuse_unsupported
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.checkpoints import refuse_sharded
-from lightning_harmony.setup.one_process import OneProcess
+from lightning_harmony.setup.nodes import Nodes
 from lightning_harmony.setup.refusals import refuse_other_accelerators
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
 
 
-class GivenPlugins(OneProcess):
+class GivenPlugins(Nodes):
     """A strategy that looks at its accelerator and its plugins when it is given them."""
 
     @property

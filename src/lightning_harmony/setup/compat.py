@@ -7,6 +7,7 @@ and says so where another one is installed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
@@ -85,6 +86,37 @@ def trainer_of(module: Any) -> Any:
 def is_compiled_by_lightning(module: nn.Module) -> bool:
     """Whether `torch.compile` was applied to a LightningModule."""
     return getattr(module, "_compiler_ctx", None) is not None
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------------
+
+
+def set_rank(environment: Any, rank: int) -> None:
+    """Tell Lightning's functions for the process of rank zero which one this is.
+
+    Args:
+        environment: Lightning's, of the cluster.
+        rank: of this process.
+    """
+    _fabric(environment, "rank_zero").rank_zero_only.rank = rank
+
+
+def meet_other_processes(environment: Any, backend: str, *, timeout: timedelta) -> None:
+    """Make the group of all processes of a cluster's environment, if it is not made.
+
+    Args:
+        environment: Lightning's.
+        backend: of `torch.distributed`.
+        timeout: how long to wait for others.
+    """
+    _fabric(environment, "distributed")._init_dist_connection(environment, backend, timeout=timeout)
+
+
+def _fabric(environment: Any, part: str) -> Any:
+    """A module of the Fabric that a Trainer's environment is of, or is derived from."""
+    kinds = (kind.__module__ for kind in type(environment).__mro__)
+    tree = next(name.partition(".")[0] for name in kinds if name.startswith(("lightning.fabric.", "lightning_fabric.")))
+    return import_module(f"{'lightning.fabric' if tree == 'lightning' else tree}.utilities.{part}")
 
 
 # ---- what is logged ----------------------------------------------------------------------------------------------------

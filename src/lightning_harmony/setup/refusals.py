@@ -43,11 +43,15 @@ def refuse_other_accelerators(accelerator: Any) -> None:
         )
 
 
-def refuse_several_processes(num_nodes: int) -> None:
-    """Refuse to be one of several processes.
+def refuse_other_processes(num_nodes: int, environment: Any) -> None:
+    """Refuse to be another process than the one of its node.
+
+    Args:
+        num_nodes: that the Trainer was given.
+        environment: Lightning's, of the cluster; None if there is none.
 
     Raises:
-        ValueError: if a launcher started more than one process here, or several nodes are asked for.
+        ValueError: if a launcher started more than one process on a node, or others than one on each.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if local > 1:
@@ -55,8 +59,32 @@ def refuse_several_processes(num_nodes: int) -> None:
             f"LOCAL_WORLD_SIZE={local}: strategy='harmony' runs all devices of a machine from one process; start it "
             "with plain `python` (or `torchrun --nproc-per-node=1`)"
         )
-    if num_nodes > 1:
-        raise ValueError("strategy='harmony' runs on one machine so far: use Trainer(num_nodes=1)")
+    if environment is None or not environment.creates_processes_externally:
+        return
+    number = environment.world_size()
+    # Tasks of SLURM may be fits of their own.
+    if number != num_nodes and (num_nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ):
+        raise ValueError(
+            f"{number} processes were started for Trainer(num_nodes={num_nodes}): strategy='harmony' needs one on each node, "
+            f"which runs all of its devices. Use `torchrun --nnodes={num_nodes} --nproc-per-node=1`, or `srun "
+            f"--nodes={num_nodes} --ntasks-per-node=1`"
+        )
+
+
+def refuse_batch_norm_over_nodes(layer_sync: Any) -> None:
+    """Refuse to have layers wait for those of other nodes, in a forward or where it runs again.
+
+    Args:
+        layer_sync: Lightning's; None if none is asked for.
+
+    Raises:
+        ValueError: if there is one.
+    """
+    if layer_sync is not None:
+        raise ValueError(
+            "strategy='harmony' has each node normalize its own samples: use Trainer(sync_batchnorm=False), or layers that "
+            "normalize each sample by itself, such as GroupNorm"
+        )
 
 
 def refuse_sparse(module: nn.Module) -> None:

@@ -72,6 +72,8 @@ class UpdatePolicy:
         trainer = self.trainer
         if len(self._optimizers) != 1:
             return f"there are {len(self._optimizers)} optimizers"
+        if trainer.world_size > 1:
+            return f"the gradients of {trainer.world_size} nodes are averaged"
         if trainer.accumulate_grad_batches > 1:
             return f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
         if trainer.gradient_clip_val and not self._clips_by_value():
@@ -172,6 +174,7 @@ class UpdatePolicy:
         return (
             self.clips_late()
             and not self._clips_by_value()
+            and self.trainer.world_size == 1
             and self.scaler is None
             and not gradient_readers(self.tree, self.trainer)
             and not compat.is_accumulating(self.trainer)

@@ -1,0 +1,178 @@
+"""Trainings on one of several nodes, as a launcher starts them: `python on_nodes.py <folder> <case> ...`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_harmony import HarmonyStrategy
+
+WIDTH, BATCH, NODES = 16, 8, 2
+
+
+class Net(pl.LightningModule):
+    """Has layers, one of which some nodes do not use, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Each node begins with others.
+        torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.seldom = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
+        self.losses: list[float] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs
+
+    def loss(self, inputs: Tensor) -> Tensor:
+        hidden = self(inputs)
+        if self.global_rank == 0 or self.global_step % 2:
+            hidden = hidden + self.seldom(hidden)
+        loss: Tensor = self.head(hidden).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss = self.loss(batch[0])
+        self.log("loss", loss, sync_dist=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self.log("val", self.head(self(batch[0])).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Normalized(Net):
+    """Has statistics of batches, which each node has of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(2, nn.BatchNorm1d(WIDTH))
+
+
+class ByHand(Net):
+    """Optimizes manually, with two optimizers."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor]) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch[0]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        body = [*self.layers.parameters(), *self.seldom.parameters()]
+        return [torch.optim.SGD(body, lr=0.1), torch.optim.AdamW(self.head.parameters(), lr=0.01)]
+
+
+class Seen(pl.Callback):
+    """Keeps the gradients that a hook sees before each step."""
+
+    def __init__(self) -> None:
+        self.gradients: list[list[Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        self.gradients.append([torch.zeros(()) if p.grad is None else p.grad.clone() for p in module.parameters()])
+
+
+class Failing(Net):
+    """Fails on the second node."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        if self.global_rank == 1 and self.global_step == 1:
+            raise ValueError("the second node fails")
+        return self.loss(batch[0])
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained on two nodes, with plain Lightning and with harmony."""
+
+    kind: type[Net]
+    sees: bool = False
+    accumulates: int = 1
+    microbatches: int = 2
+    memory: str = "14KiB"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "plain": Case(Net),
+    "clipped": Case(Net, options={"gradient_clip_val": 1e-4}),
+    "seen": Case(Net, sees=True),
+    "accumulated": Case(Net, accumulates=2),
+    "normalized": Case(Normalized, microbatches=1),
+    "by_hand": Case(ByHand, microbatches=1, memory="10KiB"),
+    "narrow": Case(Net, options={"precision": "bf16-mixed"}),
+}
+# Of harmony: what fits, and what does not, on one device and on two.
+WAYS = ("fits", "swapped", "on two devices")
+
+
+def train(case: Case, way: str, folder: Path) -> dict[str, Any]:
+    """Train; what came of it."""
+    is_plain, number = way == "ddp", case.microbatches
+    strategy: Any = pl.strategies.DDPStrategy(find_unused_parameters=True)
+    if not is_plain:
+        memory = None if way == "fits" else case.memory
+        strategy = HarmonyStrategy(device_memory=memory, num_microbatches=number, profile_cache=False)
+    seen = Seen()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2 if way == "on two devices" else 1,
+        num_nodes=NODES,
+        max_epochs=2,
+        # Microbatches of harmony are batches of plain Lightning.
+        accumulate_grad_batches=case.accumulates * (number if is_plain else 1),
+        callbacks=[seen] if case.sees else [],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **case.options,
+    )
+    module = case.kind()
+    data = TensorDataset(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3)))
+    trainer.fit(module, DataLoader(data, BATCH // (number if is_plain else 1)), DataLoader(data, BATCH))
+    trainer.save_checkpoint(path := folder / "last.ckpt")
+    rank = trainer.global_rank
+    assert (trainer.world_size, trainer.node_rank, trainer.local_rank) == (NODES, rank, 0)
+    return {
+        "weights": module.state_dict(),
+        "optimizers": [optimizer.state_dict()["state"] for optimizer in trainer.optimizers],
+        "checkpoint": torch.load(path, weights_only=True)["state_dict"],
+        "losses": module.losses,
+        "logged": [float(trainer.callback_metrics.get(name, 0)) for name in ("loss_epoch", "val")],
+        "gradients": seen.gradients[-1:],
+        "is swapped": getattr(trainer.strategy, "plan", None) is not None,
+    }
+
+
+def main(folder: Path, names: Sequence[str]) -> None:
+    """Run some cases in all ways, and leave what came of them in the folder; the one that fails in one way."""
+    torch.set_num_threads(1)
+    if list(names) == ["failing"]:
+        train(Case(Failing), "swapped", folder)
+        return
+    found = {name: {way: train(CASES[name], way, folder) for way in ("ddp", *WAYS)} for name in names}
+    torch.save(found, folder / f"{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

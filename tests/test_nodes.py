@@ -1,0 +1,120 @@
+"""Several nodes, of one process each, train as plain Lightning does with DDP: to the same bits."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+
+from lightning_harmony.setup.refusals import refuse_batch_norm_over_nodes
+from support import on_nodes
+from support.on_nodes import CASES, NODES, WAYS
+
+SECONDS = 300
+
+
+def start(folder: Path, *names: str) -> list[subprocess.Popen[str]]:
+    """The processes that `torchrun --nnodes=2 --nproc-per-node=1` starts on two machines."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(NODES),
+        "TORCHELASTIC_RUN_ID": "run",
+    }
+    own = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    path = os.pathsep.join(sys.path)
+    return [
+        subprocess.Popen(
+            [sys.executable, on_nodes.__file__, str(folder), *names],
+            env={**os.environ, **common, **own, "RANK": str(rank), "GROUP_RANK": str(rank), "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(NODES)
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What came of all cases on each node."""
+    folder = tmp_path_factory.mktemp("nodes")
+    processes = start(folder, *CASES)
+    printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * NODES, "\n".join(printed)[-5000:]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(NODES)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_nodes_train_as_with_ddp(name: str, way: str, trained: list[dict[str, Any]]) -> None:
+    for of_node in trained:
+        plain, found = of_node[name]["ddp"], of_node[name][way]
+        assert found.pop("is swapped") is (way != "fits")
+        plain.pop("is swapped", None)
+        torch.testing.assert_close(found, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nodes_have_the_same_weights(name: str, trained: list[dict[str, Any]]) -> None:
+    first, second = (of_node[name]["swapped"] for of_node in trained)
+    # Running statistics are those of a node's own batches since the last ones of the first.
+    weights = [
+        {key: value for key, value in each["weights"].items() if "running" not in key} for each in (first, second)
+    ]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    assert first["losses"] != second["losses"]
+
+
+def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:
+    first, second = start(tmp_path, "failing")
+    assert "the second node fails" in second.communicate(timeout=SECONDS)[0]
+    assert "where one has failed, its own output says why" in first.communicate(timeout=SECONDS)[0]
+    assert first.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "variables"),
+    [
+        (
+            TorchElasticEnvironment,
+            {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "4", "RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        ),
+        (
+            SLURMEnvironment,
+            {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "job", "SLURM_NTASKS_PER_NODE": "2"},
+        ),
+    ],
+)
+def test_other_processes_than_one_on_each_node_are_refused(
+    environment: Any, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"4 processes were started for Trainer\(num_nodes=2\).*--ntasks-per-node=1"):
+        pl.Trainer(strategy="harmony", accelerator="cpu", devices=1, num_nodes=2, plugins=[environment()], logger=False)
+
+
+def test_processes_that_a_trainer_does_not_know_of_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them used to train by itself, and to write the same checkpoints."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"2 processes were started for Trainer\(num_nodes=1\)"):
+        pl.Trainer(strategy="harmony", accelerator="cpu", devices=1, logger=False)
+
+
+def test_batch_norm_over_nodes_is_refused() -> None:
+    with pytest.raises(ValueError, match="sync_batchnorm=False"):
+        refuse_batch_norm_over_nodes(TorchSyncBatchNorm())
