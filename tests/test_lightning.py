@@ -112,8 +112,8 @@ def test_the_old_tree_clips_averages_validates_saves_resumes_tests_predicts_and_
         metrics = dict(trainer.callback_metrics)["val_loss"], *trainer.test(module, loader(), verbose=False)
         found.append((values(module), metrics, trainer.predict(module, loader())))
     assert_equal(found[1], found[0])
-    with pytest.raises(ValueError, match=r"harmony.*num_nodes=1"):
-        trainer_for("harmony", tree=package, num_nodes=2)
+    nodes = trainer_for("harmony", tree=package, num_nodes=2)
+    assert (nodes.world_size, nodes.global_rank, nodes.num_nodes) == (2, 0, 2)
 
 
 @pytest.mark.parametrize(("tree", "source"), SOURCES.items())

@@ -188,14 +188,6 @@ def test_several_processes_on_a_machine_are_refused(monkeypatch: pytest.MonkeyPa
         assert_trains(module, lambda: fit(module))
 
 
-@pytest.mark.parametrize("strategy", ["harmony", HarmonyStrategy], ids=["name", "instance"])
-def test_several_nodes_are_refused(strategy: Any) -> None:
-    module = Net(nets.Language())
-    make = strategy if isinstance(strategy, str) else strategy()
-    assert_refused(module, ValueError, ["harmony", "num_nodes=1"], lambda: fit(module, make, num_nodes=2))
-    assert_trains(module, lambda: fit(module, strategy if isinstance(strategy, str) else strategy()))
-
-
 @pytest.mark.parametrize(
     "plugin", [lambda: FSDPPrecision("bf16-mixed"), lambda: DeepSpeedPrecision("bf16-mixed")], ids=["fsdp", "deepspeed"]
 )

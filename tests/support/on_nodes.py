@@ -137,7 +137,7 @@ def train(case: Case, way: str, folder: Path) -> dict[str, Any]:
         accelerator="cpu",
         devices=2 if way == "on two devices" else 1,
         num_nodes=NODES,
-        max_epochs=2,
+        max_epochs=1,
         # Microbatches of harmony are batches of plain Lightning.
         accumulate_grad_batches=case.accumulates * (number if is_plain else 1),
         callbacks=[seen] if case.sees else [],
