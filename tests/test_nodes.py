@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 
 from lightning_harmony.setup.refusals import refuse_batch_norm_over_nodes
 from support import on_nodes
-from support.on_nodes import CASES, NODES, WAYS
+from support.on_nodes import CASES, NODES
+from support.same_training import root
 
 SECONDS = 300
 
@@ -35,10 +37,21 @@ def start(folder: Path, *names: str) -> list[subprocess.Popen[str]]:
     }
     own = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     path = os.pathsep.join(sys.path)
+    # On one machine each has a GPU of its own, if it has GPUs.
+    number = torch.cuda.device_count() if root().type == "cuda" else 0
+    gpus = [str(rank % number) if number else "" for rank in range(NODES)]
     return [
         subprocess.Popen(
             [sys.executable, on_nodes.__file__, str(folder), *names],
-            env={**os.environ, **common, **own, "RANK": str(rank), "GROUP_RANK": str(rank), "PYTHONPATH": path},
+            env={
+                **os.environ,
+                **common,
+                **own,
+                "RANK": str(rank),
+                "GROUP_RANK": str(rank),
+                "PYTHONPATH": path,
+                "CUDA_VISIBLE_DEVICES": gpus[rank],
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -47,35 +60,20 @@ def start(folder: Path, *names: str) -> list[subprocess.Popen[str]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What came of all cases on each node."""
-    folder = tmp_path_factory.mktemp("nodes")
-    processes = start(folder, *CASES)
+def test_nodes_train_as_with_ddp(tmp_path: Path) -> None:
+    processes = start(tmp_path, *CASES)
     printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * NODES, "\n".join(printed)[-5000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(NODES)]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
-def test_nodes_train_as_with_ddp(name: str, way: str, trained: list[dict[str, Any]]) -> None:
-    for of_node in trained:
-        plain, found = of_node[name]["ddp"], of_node[name][way]
-        assert found.pop("is swapped") is (way != "fits")
-        plain.pop("is swapped", None)
-        torch.testing.assert_close(found, plain, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_nodes_have_the_same_weights(name: str, trained: list[dict[str, Any]]) -> None:
-    first, second = (of_node[name]["swapped"] for of_node in trained)
-    # Running statistics are those of a node's own batches since the last ones of the first.
-    weights = [
-        {key: value for key, value in each["weights"].items() if "running" not in key} for each in (first, second)
-    ]
-    torch.testing.assert_close(*weights, rtol=0, atol=0)
-    assert first["losses"] != second["losses"]
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(NODES)]
+    for name, (rank, of_node) in product(CASES, enumerate(found)):
+        plain = of_node[name].pop("ddp")
+        for way, trained in of_node[name].items():
+            case = f"{name}, {way}, node {rank}"
+            assert trained.pop("is swapped") is (way != "fits"), case
+            torch.testing.assert_close(trained, {key: plain[key] for key in trained}, rtol=0, atol=0, msg=case)
+        first, second = (each[name]["swapped"] for each in found)
+        assert first["losses"] != second["losses"], name
+        torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0, msg=name)
 
 
 def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_harmony.strategy as harmony
 from lightning_harmony import HarmonyStrategy
 
 WIDTH, BATCH, NODES = 16, 8, 2
+FITS = harmony.fits
 
 
 class Net(pl.LightningModule):
@@ -87,7 +90,9 @@ class Seen(pl.Callback):
         self.gradients: list[list[Tensor]] = []
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
-        self.gradients.append([torch.zeros(()) if p.grad is None else p.grad.clone() for p in module.parameters()])
+        self.gradients.append(
+            [torch.zeros(()) if p.grad is None else p.grad.cpu().clone() for p in module.parameters()]
+        )
 
 
 class Failing(Net):
@@ -108,11 +113,12 @@ class Case:
     accumulates: int = 1
     microbatches: int = 2
     memory: str = "14KiB"
+    ways: Sequence[str] = ("fits", "swapped")
     options: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
-    "plain": Case(Net),
+    "plain": Case(Net, ways=("fits", "swapped", "on two devices")),
     "clipped": Case(Net, options={"gradient_clip_val": 1e-4}),
     "seen": Case(Net, sees=True),
     "accumulated": Case(Net, accumulates=2),
@@ -120,22 +126,24 @@ CASES = {
     "by_hand": Case(ByHand, microbatches=1, memory="10KiB"),
     "narrow": Case(Net, options={"precision": "bf16-mixed"}),
 }
-# Of harmony: what fits, and what does not, on one device and on two.
-WAYS = ("fits", "swapped", "on two devices")
 
 
 def train(case: Case, way: str, folder: Path) -> dict[str, Any]:
     """Train; what came of it."""
+    harmony.fits = FITS
     is_plain, number = way == "ddp", case.microbatches
     strategy: Any = pl.strategies.DDPStrategy(find_unused_parameters=True)
     if not is_plain:
         memory = None if way == "fits" else case.memory
+        if way != "fits" and torch.cuda.is_available():
+            # A GPU has no room for its libraries in so little.
+            memory, harmony.fits = "1GiB", lambda *args: False
         strategy = HarmonyStrategy(device_memory=memory, num_microbatches=number, profile_cache=False)
     seen = Seen()
     trainer = pl.Trainer(
         strategy=strategy,
-        accelerator="cpu",
-        devices=2 if way == "on two devices" else 1,
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        devices=2 if way == "on two devices" and not torch.cuda.is_available() else 1,
         num_nodes=NODES,
         max_epochs=1,
         # Microbatches of harmony are batches of plain Lightning.
@@ -154,14 +162,18 @@ def train(case: Case, way: str, folder: Path) -> dict[str, Any]:
     rank = trainer.global_rank
     assert (trainer.world_size, trainer.node_rank, trainer.local_rank) == (NODES, rank, 0)
     return {
-        "weights": module.state_dict(),
-        "optimizers": [optimizer.state_dict()["state"] for optimizer in trainer.optimizers],
-        "checkpoint": torch.load(path, weights_only=True)["state_dict"],
+        "weights": {name: value.cpu() for name, value in module.state_dict().items()},
+        "optimizers": [_on_host(optimizer.state_dict()["state"]) for optimizer in trainer.optimizers],
+        "checkpoint": torch.load(path, map_location="cpu", weights_only=True)["state_dict"],
         "losses": module.losses,
         "logged": [float(trainer.callback_metrics.get(name, 0)) for name in ("loss_epoch", "val")],
         "gradients": seen.gradients[-1:],
         "is swapped": getattr(trainer.strategy, "plan", None) is not None,
     }
+
+
+def _on_host(state: Any) -> Any:
+    return tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, state)
 
 
 def main(folder: Path, names: Sequence[str]) -> None:
@@ -170,7 +182,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
     if list(names) == ["failing"]:
         train(Case(Failing), "swapped", folder)
         return
-    found = {name: {way: train(CASES[name], way, folder) for way in ("ddp", *WAYS)} for name in names}
+    found = {name: {way: train(CASES[name], way, folder) for way in ("ddp", *CASES[name].ways)} for name in names}
     torch.save(found, folder / f"{os.environ['RANK']}.pt")
 
 
