@@ -60,12 +60,13 @@ def test_states_are_restored_in_any_order() -> None:
             NumpyState.capture()
 
 
-def test_a_seed_gives_what_a_new_generator_with_it_gives() -> None:
+@pytest.mark.parametrize("seed", [0, 7, 2**32 + 7, 2**63 - 1])
+def test_a_seed_gives_what_a_new_generator_with_it_gives(seed: int) -> None:
     np.random.randn()
-    state = NumpyState.seeded(7)
+    state = NumpyState.seeded(seed)
     assert state is not None
     state.restore()
-    assert np.random.rand() == np.random.RandomState(np.random.MT19937(7)).rand()
+    assert np.random.randn(3).tolist() == np.random.RandomState([seed % 2**32, seed // 2**32]).randn(3).tolist()
 
 
 @pytest.mark.parametrize("other", [np.random.PCG64, np.random.Philox])
