@@ -718,6 +718,30 @@ def test_a_step_that_returns_a_dict_gives_equal_bits_and_passes_its_outputs_on()
         assert output.keys() == parts[0].keys()
 
 
+class ReturnsShapedLoss(Model):
+    """Returns its loss in a shape of one element, as a step that averages over samples but not over outputs does."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = shape
+        self.seen: list[torch.Size] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).reshape(self.shape)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.seen.append(loss.shape)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs["loss"].shape)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_hooks_find_a_loss_in_the_shape_in_which_the_step_returns_it(shape: tuple[int, ...]) -> None:
+    plain, swapped = assert_same_fits(lambda: ReturnsShapedLoss(shape))
+    assert set(plain.lightning_module.seen) == set(swapped.lightning_module.seen) == {shape}
+
+
 class Skipping(Model):
     """Passes over the second batch, before or after it has run the network."""
 

@@ -373,7 +373,7 @@ class DeferredBackward(torch.autograd.Function):
             ctx: of autograd.
             anchor: as `anchored` makes it.
             loss: of the batch.
-            run: runs the backwards of the microbatches, given the gradient of the loss and the anchor's node.
+            run: runs the backwards of the microbatches, given the gradient of the loss, as a scalar, and the anchor's node.
         """
         ctx.run, ctx.has_run = run, False
         return loss.clone()
@@ -396,5 +396,5 @@ class DeferredBackward(torch.autograd.Function):
                 "losses and call backward once, or optimize manually (self.automatic_optimization = False)"
             )
         ctx.has_run = True
-        ctx.run(gradient, ctx.next_functions[0][0])
+        ctx.run(gradient.reshape(()), ctx.next_functions[0][0])
         return None, None, None

@@ -67,8 +67,9 @@ def loss_of(output: Any) -> Any:
 
 
 def merge_losses(losses: Sequence[Tensor], weights: Sequence[Fraction]) -> Tensor:
-    """Add up the losses of microbatches, each of one element, whatever their shapes, as accumulation would."""
-    return torch.stack([loss.reshape(()) * float(weight) for loss, weight in zip(losses, weights, strict=True)]).sum()
+    """Add up the losses of microbatches, each of one element, as accumulation would; their shape is kept if it is one."""
+    parts = [loss.reshape(()) * float(weight) for loss, weight in zip(losses, weights, strict=True)]
+    return torch.stack(parts).sum().reshape(min((loss.shape for loss in losses), key=len))
 
 
 def gradient_of(loss: Tensor, whole: Tensor | float, weight: Fraction) -> Tensor:
