@@ -1,4 +1,4 @@
-"""Steps that change weights: evaluations that put averages in their place, and training steps that average a frozen copy."""
+"""Steps that change weights: evaluations that put averages in their place, and training steps that change a copy."""
 
 from __future__ import annotations
 
@@ -218,11 +218,28 @@ class MomentumFirst(Momentum):
         return super().training_step(batch, batch_idx)
 
 
+class TargetNetwork(Momentum):
+    """Copies its weights to a network that no optimizer has and nobody has frozen, as deep Q-learning does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key.requires_grad_(True)
+        self.num_steps = 0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS["AdamW"](list(self.net.parameters()))
+
+    def average(self) -> None:
+        if self.num_steps % 2 == 0:
+            self.key.load_state_dict(self.net.state_dict())
+        self.num_steps += 1
+
+
 @pytest.mark.parametrize(
     ("kind", "num_microbatches", "devices"),
-    combined([Momentum, MomentumInPlace, MomentumTogether, MomentumFirst], [(1, 1), (4, 1), (4, 2)]),
+    combined([Momentum, MomentumInPlace, MomentumTogether, MomentumFirst, TargetNetwork], [(1, 1), (4, 1), (4, 2)]),
 )
-def test_a_frozen_copy_that_a_step_averages_is_that_of_plain_lightning(
+def test_a_copy_that_a_step_changes_and_nothing_trains_is_that_of_plain_lightning(
     kind: type[Momentum], num_microbatches: int, devices: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What had come ahead of its time was as before: each copy that is changed goes from the devices."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
@@ -66,6 +66,7 @@ class Training:
         self._number = 1 if len(self.engine.devices) == 1 else 2 * len(self.engine.devices)
         self._least_samples = 2 if batch_norms(self._module) else 1
         self._num_samples: int | None = None
+        self.engine.step.has_optimizer = self._has_optimizer
 
     def start(self) -> None:
         """Say what is known before the first step.
@@ -283,8 +284,15 @@ class Training:
     def _trains_others(self) -> bool:
         """Whether an optimizer has parameters that the module has not, such as latents of samples."""
         own = frozenset(self._module.parameters())
+        return any(parameter not in own for parameter in self._optimized())
+
+    def _has_optimizer(self, parameter: nn.Parameter) -> bool:
+        return any(each is parameter for each in self._optimized())
+
+    def _optimized(self) -> Iterator[nn.Parameter]:
+        """The parameters that optimizers have."""
         groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
-        return any(parameter not in own for group in groups for parameter in group["params"])
+        return (parameter for group in groups for parameter in group["params"])
 
     def _is_backward_own(self) -> bool:
         """Whether the user's own code calls the backward."""

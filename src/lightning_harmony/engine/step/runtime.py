@@ -296,7 +296,8 @@ class Runtime:
         if not self._observer.is_training:
             return self._changing(parameter) if len(step.turns.running) == 1 else None
         having = [layer for layer in self._model.layers if any(each is parameter for each in layer.parameters)]
-        if parameter.requires_grad or any(layer.is_in_graph for layer in having):
+        is_trained = parameter.requires_grad and step.has_optimizer(parameter)
+        if is_trained or any(layer.is_in_graph for layer in having):
             return None
         step.changed_parameter = self._model.names.get(parameter, "")
         return self._changing(parameter)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_harmony.engine.lanes.lane import AnyLane, current_lane
 from lightning_harmony.engine.lanes.rng import RandomStreams
@@ -88,7 +89,8 @@ class Step:
         fuses: whether a lane that comes to the fused packs goes through them to its loss and back.
         is_sequential: whether one microbatch runs after the other, in the caller's own thread.
         watch: watches its microbatches while one runs after the other.
-        changed_parameter: the name of a frozen parameter that its code has changed; None if it has changed none.
+        has_optimizer: whether an optimizer has a parameter.
+        changed_parameter: the name of a parameter that its code has changed; None if it has changed none.
         read_buffers: the buffers of layers that others have read, and the layers.
         buffer_copies: what those have read.
         in_backward: whether the gradient of its loss has come.
@@ -107,6 +109,7 @@ class Step:
         self.fuses = False
         self.is_sequential = False
         self.watch: StepWatch | None = None
+        self.has_optimizer: Callable[[nn.Parameter], bool] = attrgetter("requires_grad")
         self.changed_parameter: str | None = None
         self.read_buffers: dict[BufferKey, SwappedLayer] = {}
         self.buffer_copies = ReadBuffers()
