@@ -284,6 +284,18 @@ def test_a_metric_that_one_microbatch_updates_shows_that_value(results):
     assert values(results, on_step=True) == {"a_step": 3.0}
 
 
+def test_a_metric_that_is_no_mean_over_samples_has_the_mean_of_microbatches_in_a_step_and_is_exact_in_the_epoch(
+    results,
+):
+    metric = MeanSquaredError(squared=False)
+    with MicrobatchLogs(results, [1, 1]) as logs:
+        for logs.microbatch, error in enumerate((1.0, 7.0)):
+            metric(torch.tensor([error]), torch.zeros(1))
+            results.log("training_step", "a", metric, **BOTH, metric_attribute="metric")
+    assert values(results, on_step=True) == {"a_step": 4.0}
+    assert values(results, on_step=False) == {"a_epoch": 5.0}
+
+
 def test_a_metric_whose_values_cannot_be_merged_is_left_to_lightning(results):
     class Pair(Metric):
         full_state_update = False
