@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
@@ -279,3 +279,24 @@ def test_the_gradients_of_many_losses_are_not_on_the_device_at_once() -> None:
     """Also in the first step, where lanes go layer by layer: that of one microbatch's loss takes 96 KiB here."""
     samples = nets.tokens(32)
     assert_same_training(build(LargeVocabulary), samples, device_memory="1MiB", num_microbatches=16, batch_size=32)
+
+
+class CalledAgain(nn.Module):
+    """Goes on with a recurrent layer from where an earlier call has left it, as decoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.RNN(4, 8, batch_first=True)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        state = None
+        for part in batch.chunk(3, 1):
+            hidden, state = self.recurrent(part, state)
+        return self.out(hidden).square().mean()
+
+
+def test_a_recurrent_layer_that_is_called_several_times_trains_as_in_plain_lightning_but_for_rounding() -> None:
+    """Its weights' gradients are summed call by call, where autograd sums those of all steps of all calls in one go."""
+    torch.manual_seed(0)
+    assert_same_training(Net(CalledAgain()), torch.randn(32, 12, 4), tolerance=2e-6)
