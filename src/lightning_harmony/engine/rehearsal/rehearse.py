@@ -71,16 +71,16 @@ def rehearse(
     """
     random = RandomState.capture(None)
     try:
-        first = _Rehearsal(model, layers, {})
+        first = Rehearsal(model, layers, {})
         wide = first.run(step, microbatch, casting)
         if not any(first.narrow.values()):
             return wide.profile(wide)
-        return _Rehearsal(model, layers, first.narrow).run(step, microbatch, casting).profile(wide)
+        return Rehearsal(model, layers, first.narrow).run(step, microbatch, casting).profile(wide)
     finally:
         random.restore(None)
 
 
-class _Rehearsal:
+class Rehearsal:
     """The runtime of intercepted calls and of the glue, for one microbatch, in one thread."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], narrow: dict[int, tuple[int, ...]]) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +13,18 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.intercept import InterceptedForward
 from lightning_harmony.engine.layers.layer_call import LayerCall, OwnForward
-from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.layers.structure import Shape
 from lightning_harmony.engine.memory.opaque import PLAIN
 from lightning_harmony.engine.memory.stash import LaneStash
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import SwappedLayer
-from lightning_harmony.engine.rehearsal.fakes import FakeDevice, FakeWatch
-from lightning_harmony.engine.rehearsal.work_counter import WorkCounter
+from lightning_harmony.engine.rehearsal.fakes import FakeWatch
 from lightning_harmony.engine.structures.tree import flatten
 from lightning_harmony.plan.outlook.work import Work
 from lightning_harmony.plan.values.task import Phase
+
+if TYPE_CHECKING:
+    from lightning_harmony.engine.rehearsal.rehearse import Rehearsal
 
 
 @dataclass(frozen=True)
@@ -72,30 +72,6 @@ class Measured:
     recompute: Work = field(default_factory=Work)
     narrow: set[nn.Parameter] = field(default_factory=set)
     watch: FakeWatch | None = None
-
-
-class Rehearsal(Runtime, Protocol):
-    """What a rehearsed call asks of the rehearsal.
-
-    Attributes:
-        device: counts what is allocated.
-        counter: counts what is computed.
-    """
-
-    device: FakeDevice
-    counter: WorkCounter
-
-    def known(self, layer: SwappedLayer, signature: Any, measure: Callable[[], CallProfile]) -> CallProfile:
-        """What a call leaves behind; measured when the first of its kind comes."""
-
-    def apart(self, layer: SwappedLayer) -> AbstractContextManager[Measured]:
-        """A context in which a layer runs as if alone."""
-
-    def redo(self, work: Work, num_bytes: int) -> None:
-        """Leave the marks of work that isn't done."""
-
-    def redo_backward(self, layer: SwappedLayer, call: CallProfile) -> None:
-        """Leave the marks of a backward."""
 
 
 class RehearsedForward(InterceptedForward):
