@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -187,21 +187,16 @@ class CarriedState:
 
     def _watch(self) -> None:
         """Watch where what was found is read."""
-        uses = Uses(self._note_used)
-        fetches: dict[tuple[type, str], dict[int, list[Found]]] = defaultdict(lambda: defaultdict(list))
+        self._uses = uses = Uses(self._note_used)
         for found in self._found:
             for tensor in found.watched_tensors():
                 uses.watch(tensor, found, version_of(tensor))
-            target = target_of(found.held, found.name)
-            if target is not None:
-                kind, name, key = target
-                fetches[kind, name][key].append(found)
-            elif not found.watched_tensors():
+        told, unseen = told_of(self._found)
+        for found in unseen:
+            if not found.watched_tensors():
                 # It may be read whenever.
                 found.is_unseen, found.used_at = True, 0
-        for (kind, name), by_attributes in fetches.items():
-            self._ends.append(Reads.watch(kind, name, by_attributes, self._note_fetched))
-        self._uses = uses
+        self._ends = [Reads.watch(kind, name, by_key, self._note_fetched) for (kind, name), by_key in told.items()]
 
     def _note_fetched(self, found: Found) -> None:
         if found.fetched_at is None and found.is_as_begun:
@@ -217,7 +212,21 @@ class CarriedState:
             found.used_at = self._segment
 
 
-def target_of(held: Held, name: Any) -> tuple[type, str, int] | None:
+def told_of(places: Iterable[Any]) -> tuple[dict[tuple[type, str], dict[int, list[Any]]], list[Any]]:
+    """What was found in places, by the attributes of classes that tell of reads, and by objects; and what nothing tells of."""
+    told: dict[tuple[type, str], dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    unseen: list[Any] = []
+    for place in places:
+        target = _target_of(place.held, place.name)
+        if target is None:
+            unseen.append(place)
+        else:
+            kind, name, key = target
+            told[kind, name][key].append(place)
+    return told, unseen
+
+
+def _target_of(held: Held, name: Any) -> tuple[type, str, int] | None:
     """What tells that something in a place is read: an attribute of a class, and what tells by which object.
 
     None if nothing does, as with variables of closures, and globals.

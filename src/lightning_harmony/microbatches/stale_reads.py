@@ -7,8 +7,7 @@ before leaves in the end. Whoever has written it must find that again.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from lightning_harmony.engine.structures.tree import tensors_of
 from lightning_harmony.held.held_state import ALL, Held, Kind
 from lightning_harmony.held.reads import Reads, Uses, version_of
 from lightning_harmony.held.variables import MISSING
-from lightning_harmony.microbatches.carried_state import are_same, target_of
+from lightning_harmony.microbatches.carried_state import are_same, told_of
 from lightning_harmony.microbatches.lane_attributes import KnownChanges, in_words
 
 
@@ -132,27 +131,13 @@ class StaleReads:
             *(_Place(held, name) for held, names in buffers for name in names),
         ]
         self._uses = Uses(self._note_used)
-        self._ends: list[Callable[[], None]] = []
+        told, self._unseen = told_of(self._places)
         # Attributes of classes, in whose places who sets them puts another value.
-        self._of_classes: list[tuple[type, str]] = []
-        self._unseen: list[_Place] = []
+        self._of_classes = [(kind, name) for (kind, name), by_key in told.items() if id(kind) in by_key]
         self._turn = 0
         self._last_turn: dict[int, int] = {}
         self._current: int | None = None
-        self._watch()
-
-    def _watch(self) -> None:
-        fetches: dict[tuple[type, str], dict[int, list[_Place]]] = defaultdict(lambda: defaultdict(list))
-        for place in self._places:
-            target = target_of(place.held, place.name)
-            if target is None:
-                self._unseen.append(place)
-                continue
-            kind, name, key = target
-            fetches[kind, name][key].append(place)
-            if key == id(kind):
-                self._of_classes.append((kind, name))
-        self._ends = [Reads.watch(kind, name, by_key, self._note_fetched) for (kind, name), by_key in fetches.items()]
+        self._ends = [Reads.watch(kind, name, by_key, self._note_fetched) for (kind, name), by_key in told.items()]
 
     def enter(self, microbatch: int) -> None:
         """A microbatch has its turn, and finds what it is to find."""
