@@ -6,13 +6,10 @@ from typing import Any, NamedTuple
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_content
-from lightning_harmony.held.held_state import Held, Kind
+from lightning_harmony.held.held_state import ALL, Held, Kind
 from lightning_harmony.held.places import Contents, Places
 from lightning_harmony.held.variables import MISSING, put_value
 from lightning_harmony.microbatches.lane_attributes import NUMBERS
-
-# No name of the user's.
-_ALL = object()
 
 
 class _Place(NamedTuple):
@@ -20,7 +17,7 @@ class _Place(NamedTuple):
 
     Attributes:
         content: the dict, list or set itself.
-        name: `_ALL` for all of it.
+        name: `ALL` for all of it.
     """
 
     content: Any
@@ -28,18 +25,18 @@ class _Place(NamedTuple):
 
     def get(self) -> Any:
         """What is there."""
-        return copied_content(self.content) if self.name is _ALL else self.content.get(self.name, MISSING)
+        return copied_content(self.content) if self.name is ALL else self.content.get(self.name, MISSING)
 
     def set(self, value: Any) -> None:
         """Let that be there."""
-        if self.name is _ALL:
+        if self.name is ALL:
             put_content(self.content, value)
         else:
             put_value(self.content, self.name, value)
 
     def are_same(self, one: Any, other: Any) -> bool:
         """Whether two values of it are the same."""
-        return have_same_content(one, other) if self.name is _ALL else one is other
+        return have_same_content(one, other) if self.name is ALL else one is other
 
 
 class MicrobatchEnds:
@@ -120,7 +117,7 @@ def _differing(held: Held, copies: dict[int, Any]) -> list[tuple[_Place, dict[in
     if all(first is other or have_same_content(first, other) for other in others):
         return []
     if not held.is_named:
-        return [(_Place(held.content, _ALL), copies)]
+        return [(_Place(held.content, ALL), copies)]
     names = {name for copy in copies.values() for name in copy}
     if held.kind is Kind.MODULE:
         names -= OF_TORCH
