@@ -54,7 +54,7 @@ class Spread:
             return run(None)
         kind = self._kind_of_step()
         if kind != self._kind:
-            self._end_replicas()
+            self.end()
             return self._watch(run, kind)
         assert self._replicas is not None
         try:
@@ -68,10 +68,6 @@ class Spread:
             return run(self._replicas)
         except NotReplicableError as error:
             raise UnsupportedModelError(f"{error}, as no step before has done: use Trainer(devices=1)") from error
-
-    def end(self) -> None:
-        """The fit is over."""
-        self._end_replicas()
 
     def _watch(self, run: Callable[[Runs | None], Result], kind: list[Any]) -> Result:
         module = self._trainer.lightning_module
@@ -113,7 +109,8 @@ class Spread:
             f"{len(self._torch_devices)} devices: {reason}. Results are the same."
         )
 
-    def _end_replicas(self) -> None:
+    def end(self) -> None:
+        """The fit is over, or a step of another kind begins."""
         replicas, self._replicas = self._replicas, None
         if replicas is not None:
             replicas.end()

@@ -59,10 +59,10 @@ class Interleaving:
         self._tree, self._trainer, self._engine = tree, trainer, engine
         self._model: nn.Module = trainer.lightning_module
         self._known = KnownChanges()
-        self.places = self._places = Places(self._model, (("the profiler", trainer.profiler),))
-        self._attributes = LaneAttributes(self._places, self._known)
-        self._ends = MicrobatchEnds(self._places)
-        self._elsewhere = StateElsewhere(self._places, engine.modules_of_layers(), engine.objects_with_weights)
+        self.places = Places(self._model, (("the profiler", trainer.profiler),))
+        self._attributes = LaneAttributes(self.places, self._known)
+        self._ends = MicrobatchEnds(self.places)
+        self._elsewhere = StateElsewhere(self.places, engine.modules_of_layers(), engine.objects_with_weights)
         self._changing: set[int] = set()
         self._is_shown = False
         self.hazard: str | None = None
@@ -145,7 +145,7 @@ class Interleaving:
         self._ends.finish()
         self._attributes.finish()
         self._elsewhere.finish()
-        self._places.let_go()
+        self.places.let_go()
 
     def _run_in_turns(
         self, forward: Callable[[bool], None], sizes: Sequence[int], undo: Undo, reads: StaleReads
@@ -211,13 +211,13 @@ class Interleaving:
             self._conclude(watch, len(sizes))
 
     def _new_watch(self) -> Watch:
-        return Watch(self._model, self._places, self._buffers_between_layers, self._kept_by_trainer)
+        return Watch(self._model, self.places, self._buffers_between_layers, self._kept_by_trainer)
 
     def _kept_by_trainer(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """What a step may keep there: callbacks do so for themselves, as those do that count, unless its code names them."""
         own = vars(self._trainer)
         yield "an attribute of the trainer", lambda: {name: own[name] for name in own if name != "callbacks"}
-        if self._places.is_named("callbacks"):
+        if self.places.is_named("callbacks"):
             yield "what a callback keeps", lambda: own["callbacks"]
 
     def _buffers_between_layers(self, places: Sequence[Held]) -> Iterator[tuple[Held, list[str]]]:
