@@ -93,7 +93,7 @@ class MonitorMixin(_Base):
             self._say_what_is_missing(trainer)
             return
         recorder.measures_busy = bool(trainer.loggers) and compat.logs_this_step(trainer)
-        if self.trace_step is not None and _step(trainer) == self.trace_step and not self._has_asked:
+        if self.trace_step is not None and compat.logged_step(trainer) == self.trace_step and not self._has_asked:
             self._has_asked = recorder.records_next = True
 
     @override
@@ -122,7 +122,7 @@ class MonitorMixin(_Base):
         if self.trace_step is not None and not self._has_asked:
             LightningTree(self.tree).warn(
                 f"HarmonyMonitor(trace_step={self.trace_step}) recorded nothing: the fit ended before that step. Its last "
-                f"was step {_step(trainer) - 1}, as steps count from 0"
+                f"was step {compat.logged_step(trainer) - 1}, as steps count from 0"
             )
 
     def _log(self, trainer: Trainer, report: StepReport) -> None:
@@ -137,11 +137,11 @@ class MonitorMixin(_Base):
                 for name in figures
                 if name in self._names
             }
-            logger.log_metrics(named, step=_step(trainer))
+            logger.log_metrics(named, step=compat.logged_step(trainer))
 
     def _say_what_is_missing(self, trainer: Trainer) -> None:
         """The model fits: nothing is swapped that could be recorded."""
-        if self.trace_step is not None and _step(trainer) == self.trace_step and not self._has_asked:
+        if self.trace_step is not None and compat.logged_step(trainer) == self.trace_step and not self._has_asked:
             self._has_asked = True
             LightningTree(self.tree).warn(
                 f"HarmonyMonitor(trace_step={self.trace_step}) records nothing: the model fits on its device, where nothing "
@@ -155,11 +155,6 @@ class MonitorMixin(_Base):
         LightningTree(self.tree).info(
             f"HarmonyMonitor recorded step {self.trace_step}. To draw it: lightning-harmony trace {file} --png step.png"
         )
-
-
-def _step(trainer: Trainer) -> int:
-    """The number under which loggers get what a batch logs."""
-    return compat.logged_step(trainer)
 
 
 def _figures(report: StepReport) -> dict[tuple[str, ...], float]:
