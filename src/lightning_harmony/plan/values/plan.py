@@ -151,28 +151,20 @@ class Plan(Printed):
     def __str__(self) -> str:
         lines = [f"pack {index}: {', '.join(layers)}" for index, layers in enumerate(self.packs)]
         before = " ".join("+".join(str(self.visits[place]) for place in turn) for turn in self.forward_turns)
-        fused = " ".join(map(str, self.fused_visits))
-        kept = [f"keep their graphs: {' '.join(map(str, sorted(self.kept)))}"] if self.kept else []
-        there = (
-            [f"updated where their gradients are: {' '.join(map(str, sorted(self.device_updated)))}"]
-            if self.device_updated
-            else []
-        )
-        state = (
-            [f"optimizer state stays on the device: {' '.join(map(str, sorted(self.state_on_device)))}"]
-            if self.state_on_device
-            else []
-        )
-        spread = [f"spread over all devices: {' '.join(map(str, sorted(self.spread)))}"] if self.spread else []
-        number = [f"microbatches: {self.num_microbatches}"] if self.num_microbatches is not None else []
-        devices = [f"{self.parallel} on {self.num_devices} devices"] if self.num_devices > 1 else []
-        reuse = [] if self.just_in_time else [f"reuse: {self.reuse}"]
-        lookahead = [] if self.lookahead == LOOKAHEAD else [f"packs fetched ahead: {self.lookahead}"]
-        predicted = [f"predicted: {_text(self.predicted)}"] if self.predicted is not None else []
-        visits = f"visits: {before} [{fused}]".replace("  ", " ")
-        return "\n".join(
-            [*lines, visits, *kept, *there, *state, *devices, *spread, *number, *reuse, *lookahead, *predicted]
-        )
+        lines.append(f"visits: {before} [{' '.join(map(str, self.fused_visits))}]".replace("  ", " "))
+        lines += [f"{self.parallel} on {self.num_devices} devices"] if self.num_devices > 1 else []
+        several = {
+            "keep their graphs": self.kept,
+            "updated where their gradients are": self.device_updated,
+            "optimizer state stays on the device": self.state_on_device,
+            "spread over all devices": self.spread,
+        }
+        lines += [f"{what}: {' '.join(map(str, sorted(packs)))}" for what, packs in several.items() if packs]
+        lines += [f"microbatches: {self.num_microbatches}"] if self.num_microbatches is not None else []
+        lines += [] if self.just_in_time else [f"reuse: {self.reuse}"]
+        lines += [] if self.lookahead == LOOKAHEAD else [f"packs fetched ahead: {self.lookahead}"]
+        lines += [f"predicted: {_text(self.predicted)}"] if self.predicted is not None else []
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads."""
