@@ -70,8 +70,8 @@ def open_node(value: Any) -> Node | None:
     if isinstance(value, Mapping):
         keys = tuple(value)
         return Node(value, keys, [value[key] for key in keys], _build_mapping)
-    if (names := _field_names(value)) is not None:
-        return Node(value, names, [getattr(value, name) for name in names], _build_record)
+    if (names := field_names(value)) is not None:
+        return Node(value, names, [getattr(value, name) for name in names], build_record)
     return None
 
 
@@ -130,7 +130,8 @@ def _names(slots: Any) -> Sequence[str]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _field_names(value: Any) -> tuple[str, ...] | None:
+def field_names(value: Any) -> tuple[str, ...] | None:
+    """The fields of a dataclass, or of a class of attrs, that have values; None of anything else."""
     if isinstance(value, type):
         return None
     if dataclasses.is_dataclass(value):
@@ -166,9 +167,9 @@ def _build_mapping(value: Mapping[Any, Any], children: Sequence[Any]) -> Any:
     return rebuilt if list(rebuilt) == list(items) else items  # its constructor may take something else
 
 
-def _build_record(value: Any, children: Sequence[Any]) -> Any:
-    # Not constructed anew: that calls __post_init__ again and refuses fields that are not arguments.
+def build_record(value: Any, children: Sequence[Any]) -> Any:
+    """A record with other fields. It is not constructed anew: that could compute some of them, or refuse them."""
     rebuilt = copy.copy(value)
-    for name, child in zip(_field_names(value) or (), children, strict=True):
+    for name, child in zip(field_names(value) or (), children, strict=True):
         object.__setattr__(rebuilt, name, child)  # past the guard of frozen ones
     return rebuilt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_unflatten
+
+from lightning_harmony.engine.structures.nested import build_record, field_names
 
 # In which no tensors are.
 CONSTANTS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
@@ -113,15 +114,7 @@ def flatten(value: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
 def _open(node: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
     if not dataclasses.is_dataclass(node) or isinstance(node, type):
         return [node], next
-    names = [field.name for field in dataclasses.fields(node)]
-    leaves, unflatten = flatten([getattr(node, name) for name in names])
-    empty = _with_fields(node, dict.fromkeys(names))
-    return leaves, lambda leaves: _with_fields(empty, dict(zip(names, unflatten(leaves), strict=True)))
-
-
-def _with_fields(instance: Any, values: dict[str, Any]) -> Any:
-    """A copy with other fields. It isn't constructed anew: that could compute some of them, or refuse them."""
-    result = copy.copy(instance)
-    for name, value in values.items():
-        object.__setattr__(result, name, value)
-    return result
+    fields = [getattr(node, name) for name in field_names(node) or ()]
+    leaves, unflatten = flatten(fields)
+    empty = build_record(node, [None] * len(fields))
+    return leaves, lambda leaves: build_record(empty, unflatten(leaves))
