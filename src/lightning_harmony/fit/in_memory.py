@@ -29,7 +29,7 @@ from lightning_harmony.fit.training import DeferredBackward
 from lightning_harmony.fit.unchanged import UnchangedBatch
 from lightning_harmony.fit.user_steps import before_accumulation
 from lightning_harmony.microbatches.logs import MicrobatchLogs
-from lightning_harmony.microbatches.split_check import SplitCheck, batch_norms
+from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.reporting.step_reports import StepReports
 from lightning_harmony.setup import compat
@@ -62,14 +62,13 @@ class InMemory:
     lasting: LastingBytes
     split_check: SplitCheck
     _num_microbatches: int = 1
-    _num_samples: int | None = None
     # The layers that are compiled for as long as this lasts.
     _compiled: list[nn.Module] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.device = self.devices[0]
         self._watch = MemoryWatch(self.trainer, self.device, self.lasting)
-        self._least_samples = 2 if batch_norms(self._module) else 1
+        self.split_check.look_at_model()
         self._spread = Spread(self.tree, self.trainer, self.devices) if len(self.devices) > 1 else None
 
     def training_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,7 +88,8 @@ class InMemory:
         if not self._module.automatic_optimization or self.tree.takes_iterator(self._module.training_step):
             with nullcontext() if fits else self._watch.bounding():
                 return step(*args, **kwargs)
-        sizes, parts = self._split(args, kwargs)
+        # Where nothing says it, one for each device.
+        sizes, parts = self.split_check.split(args, kwargs, len(self.devices))
         self._num_microbatches = len(sizes)
         if len(sizes) == 1 and fits:
             return step(*args, **kwargs)
@@ -147,7 +147,7 @@ class InMemory:
     def report(self, reports: StepReports) -> None:
         """The backward of a step has ended."""
         self.split_check.after_backward(self._losses_of, [self.device])
-        reports.write_in_memory(self._num_microbatches, self._num_samples, self._watch.peak_bytes)
+        reports.write_in_memory(self._num_microbatches, self.split_check.num_samples, self._watch.peak_bytes)
 
     def evaluate(self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a validation, test or prediction step as it is.
@@ -160,23 +160,6 @@ class InMemory:
         return self._watch.run(name, args, partial(step, *args, **kwargs))
 
     # ---- microbatches --------------------------------------------------------------------------------------------------
-
-    def _split(self, args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any]]:
-        """The samples of each microbatch of a batch, and the microbatches."""
-        settings, (batch, *rest) = self.settings, args
-        self._num_samples = self.split_check.splitting.number(batch)
-        # Where nothing says it, one for each device.
-        number = len(self.devices) if settings.num_microbatches is None else settings.num_microbatches
-        if number == 1 and settings.microbatch_size is None:
-            return (1,), [batch]
-        samples = self.split_check.splitting.samples(batch)
-        sizes = (1,) if samples is None else settings.sizes(samples.number, self._at_most(samples.number))
-        self.split_check.note(batch, samples, sizes, rest, kwargs)
-        return sizes, self.split_check.splitting.split(batch, samples, sizes)
-
-    def _at_most(self, num_samples: int) -> int:
-        """The number of microbatches of so many samples, where nothing else says it."""
-        return min(len(self.devices), max(num_samples // self._least_samples, 1))
 
     def _losses_of(self, batches: Sequence[Any], like: Any) -> list[Tensor | None]:
         """Run the training_step on some batches, without a backward."""

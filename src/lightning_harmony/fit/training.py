@@ -29,7 +29,7 @@ from lightning_harmony.fit.user_steps import TrainingStep, before_accumulation, 
 from lightning_harmony.held.optimizer_readers import OptimizerReaders, scheduler_reader
 from lightning_harmony.microbatches.interleaving import Interleaving
 from lightning_harmony.microbatches.snapshot import Snapshot
-from lightning_harmony.microbatches.split_check import SplitCheck, batch_norms
+from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.reporting.fit_summary import FitSummary
 from lightning_harmony.reporting.step_reports import StepReports
 from lightning_harmony.setup import compat
@@ -64,9 +64,8 @@ class Training:
         self._budget = HostBudget(self.engine, self.trainer, self.deferred.policy)
         # Where nothing says it, the fewest that fit. Of several devices each has one to run, and one to wait for.
         self._number = 1 if len(self.engine.devices) == 1 else 2 * len(self.engine.devices)
-        self._least_samples = 2 if batch_norms(self._module) else 1
-        self._num_samples: int | None = None
         self.engine.step.has_optimizer = self._has_optimizer
+        self.split_check.look_at_model()
 
     def start(self) -> None:
         """Say what is known before the first step.
@@ -167,24 +166,14 @@ class Training:
 
     def _split(self, args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any], list[TrainingStep]]:
         """The samples of each microbatch of a batch, the microbatches, and the steps on them."""
-        (batch, *rest), settings, splitting = args, self.settings, self.split_check.splitting
-        runs_whole = settings.num_microbatches == 1 or (settings.leaves_number and self._number == 1)
-        samples = None if runs_whole else splitting.samples(batch)
-        sizes = (1,) if samples is None else settings.sizes(samples.number, self._at_most(samples.number))
-        parts = splitting.split(batch, samples, sizes)
-        self._num_samples = splitting.number(batch)
-        self.split_check.note(batch, samples, sizes, rest, kwargs)
+        sizes, parts = self.split_check.split(args, kwargs, self._number)
         step, precision = self._module.training_step, self.trainer.precision_plugin
-        return sizes, parts, [TrainingStep(self.engine, precision, step, (part, *rest), kwargs) for part in parts]
-
-    def _at_most(self, num_samples: int) -> int:
-        """The number of microbatches of so many samples, where nothing else says it."""
-        return min(self._number, max(num_samples // self._least_samples, 1))
+        return sizes, parts, [TrainingStep(self.engine, precision, step, (part, *args[1:]), kwargs) for part in parts]
 
     def _split_further(self, batch: Any, number: int) -> bool:
         """A batch does not fit in so many microbatches: let there be more; whether there can be."""
         samples = self.split_check.splitting.samples(batch)
-        if samples is None or samples.number // self._least_samples <= number:
+        if samples is None or samples.number // self.split_check.least_samples <= number:
             return False
         self._number = 2 * number
         return True
@@ -352,7 +341,7 @@ class Training:
         self._interleaving.finish()
 
     def _report(self, num_microbatches: int, update: str, reason: str) -> None:
-        optimizers, num_samples = self.trainer.optimizers, self._num_samples
+        optimizers, num_samples = self.trainer.optimizers, self.split_check.num_samples
         self.reports.write(self.engine, optimizers, num_microbatches, num_samples, update, reason)
 
     def _stepping_by_hand(self) -> AbstractContextManager[None]:

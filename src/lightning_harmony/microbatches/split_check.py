@@ -34,11 +34,18 @@ class _Step(NamedTuple):
 
 @dataclass
 class SplitCheck:
-    """Looks at the first batch, and at its loss once its backward is over."""
+    """Splits batches, and looks at the first one, and at its loss once its backward is over.
+
+    Attributes:
+        num_samples: of the last batch; None where they cannot be told.
+        least_samples: that each microbatch needs.
+    """
 
     splitting: Splitting
     settings: Settings
     trainer: Any
+    num_samples: int | None = None
+    least_samples: int = 1
     _has_seen: bool = False
     _is_over: bool = False
     _step: _Step | None = None
@@ -48,22 +55,35 @@ class SplitCheck:
         """That of the batches of a trainer."""
         return cls(Splitting(tree, trainer, settings), settings, trainer)
 
-    def note(
-        self, batch: Any, samples: Samples | None, sizes: Sequence[int], rest: Sequence[Any], kwargs: dict[str, Any]
-    ) -> None:
-        """Remember a step that is about to run on microbatches of these sizes.
+    def look_at_model(self) -> None:
+        """The model is set up."""
+        self.least_samples = 2 if batch_norms(self.trainer.lightning_module) else 1
+
+    def split(self, args: Any, kwargs: Any, number: int) -> tuple[tuple[int, ...], list[Any]]:
+        """The samples of each microbatch of a batch that is about to run, and the microbatches.
+
+        Args:
+            args: of the user's step, the batch first.
+            kwargs: more of them.
+            number: of microbatches at the most, where nothing else says it.
 
         Raises:
             ValueError: if the first batch has fewer samples than microbatches were asked for.
         """
+        (batch, *rest), settings = args, self.settings
+        runs_whole = settings.num_microbatches == 1 or (settings.leaves_number and number == 1)
+        samples = None if runs_whole else self.splitting.samples(batch)
+        self.num_samples = self.splitting.number(batch)
         if samples is None:
-            return
+            return (1,), [batch]
+        sizes = settings.sizes(samples.number, min(number, max(samples.number // self.least_samples, 1)))
         if not self._has_seen:
             self._has_seen = True
             self._refuse_few_samples(sizes)
             self._warn_of_batch_statistics(sizes)
-        if len(sizes) > 1 and self.settings.check_loss and not self._is_over:
+        if len(sizes) > 1 and settings.check_loss and not self._is_over:
             self._step = _Step(batch, samples, sizes, rest, kwargs)
+        return sizes, self.splitting.split(batch, samples, sizes)
 
     @contextmanager
     def explaining(self, sizes: Sequence[int]) -> Iterator[None]:

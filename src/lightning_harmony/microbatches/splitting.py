@@ -68,7 +68,7 @@ class Splitting:
         except Indivisible:
             return None
 
-    def split(self, batch: Any, samples: Samples | None, sizes: Sequence[int]) -> list[Any]:
+    def split(self, batch: Any, samples: Samples, sizes: Sequence[int]) -> list[Any]:
         """The microbatches of a batch.
 
         Args:
@@ -79,7 +79,7 @@ class Splitting:
         Raises:
             ValueError: if the user's own function returns anything else than a microbatch for each size.
         """
-        if len(sizes) == 1 or samples is None:
+        if len(sizes) == 1:
             return [batch]
         split = self.settings.split_batch
         if split is None:
