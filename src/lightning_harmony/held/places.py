@@ -21,7 +21,7 @@ from lightning_harmony.engine.structures.containers import (
     size_of,
 )
 from lightning_harmony.held.held_state import SWITCHED, Held
-from lightning_harmony.held.variables import MISSING, VariableOfClosure, Variables
+from lightning_harmony.held.variables import MISSING, Variables
 from lightning_harmony.held.walk import HOOKS_OF_BACKWARD, Walk, modules_of
 
 
@@ -137,8 +137,6 @@ def _is_ordered(held: Held) -> bool:
 def _reader(held: Held) -> Callable[[], Iterable[Any]]:
     """Reads what is in a place, in its order."""
     content = held.content
-    if isinstance(content, VariableOfClosure):
-        return content.values
     if isinstance(content, Variables):
         return partial(_in_dict, content.copied)
     if isinstance(content, dict):

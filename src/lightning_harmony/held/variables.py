@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import suppress
 from functools import cache, partial
 from types import CellType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
@@ -35,7 +36,7 @@ class StandIn:
     own: Any
 
 
-class Variables(MutableMapping[str, Any]):
+class Variables(MutableMapping[Any, Any]):
     """Some names of one owner, and their values.
 
     Attributes:
@@ -50,11 +51,30 @@ class Variables(MutableMapping[str, Any]):
 
     def copied(self) -> dict[Any, Any]:
         """All of them, in a dict."""
-        return dict(self)
+        raise NotImplementedError
 
-    def has_content(self, before: dict[str, Any]) -> bool:
+    def put(self, name: Any, value: Any) -> None:
+        """Let a value have a name; none, if it is `MISSING`."""
+        raise NotImplementedError
+
+    def has_content(self, before: dict[Any, Any]) -> bool:
         """Whether the same objects are in it that were before."""
         return have_same_content(self.copied(), before)
+
+    def __getitem__(self, name: Any) -> Any:
+        return self.copied()[name]
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        self.put(name, value)
+
+    def __delitem__(self, name: Any) -> None:
+        self.put(name, MISSING)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.copied())
+
+    def __len__(self) -> int:
+        return len(self.copied())
 
 
 class EntriesOf(Variables):
@@ -63,30 +83,25 @@ class EntriesOf(Variables):
     def __init__(self, entries: dict[Any, Any]) -> None:
         super().__init__(entries)
         self.entries = entries
-        kind: Any = type(entries)
-        self._holds = class_of_python(kind)
 
     def copied(self) -> dict[Any, Any]:
         """All of them, in a dict."""
         return copied_content(self.owner)  # type: ignore[no-any-return]
+
+    def put(self, name: Any, value: Any) -> None:
+        """Let a value have a name; none, if it is `MISSING`."""
+        kind: Any = type(self.owner)
+        holds = class_of_python(kind)
+        if value is MISSING:
+            holds.__delitem__(self.owner, name)
+        else:
+            holds.__setitem__(self.owner, name, value)
 
     def __getitem__(self, name: Any) -> Any:
         value = dict.get(self.owner, name, MISSING)
         if value is MISSING:
             raise KeyError(name)
         return value
-
-    def __setitem__(self, name: Any, value: Any) -> None:
-        self._holds.__setitem__(self.owner, name, value)
-
-    def __delitem__(self, name: Any) -> None:
-        self._holds.__delitem__(self.owner, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.copied())
-
-    def __len__(self) -> int:
-        return dict.__len__(self.owner)
 
 
 class Chosen(Variables):
@@ -101,20 +116,13 @@ class Chosen(Variables):
         super().__init__(attributes)
         self._names = frozenset(names)
 
-    def __getitem__(self, name: str) -> Any:
-        return self.owner[name]
+    def copied(self) -> dict[Any, Any]:
+        """All of them, in a dict."""
+        return {name: self.owner[name] for name in self._names if name in self.owner}
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.owner[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.owner[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._names if name in self.owner)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    def put(self, name: Any, value: Any) -> None:
+        """Let a value have a name; none, if it is `MISSING`."""
+        put_value(self.owner, name, value)
 
 
 class VariableOfClosure(Variables):
@@ -122,38 +130,21 @@ class VariableOfClosure(Variables):
 
     def __init__(self, cell: CellType, name: str) -> None:
         super().__init__(cell)
-        self._cell, self._name = cell, name
+        self._name = name
 
-    def has_content(self, before: dict[str, Any]) -> bool:
-        """Whether the same object is in it that was before."""
+    def copied(self) -> dict[Any, Any]:
+        """It by its name, in a dict; none if it has no value."""
         try:
-            return len(before) == 1 and self._cell.cell_contents is before[self._name]
+            return {self._name: self.owner.cell_contents}
         except ValueError:
-            return not before
+            return {}
 
-    def __getitem__(self, name: str) -> Any:
-        if name != self._name:
-            raise KeyError(name)
-        try:
-            return self._cell.cell_contents
-        except ValueError:
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._cell.cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._cell.cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        try:
-            _ = self._cell.cell_contents
-        except ValueError:
-            return
-        yield self._name
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    def put(self, name: Any, value: Any) -> None:
+        """Let a value have a name; none, if it is `MISSING`."""
+        if value is MISSING:
+            del self.owner.cell_contents
+        else:
+            self.owner.cell_contents = value
 
 
 class PartsOf(Variables):
@@ -164,25 +155,14 @@ class PartsOf(Variables):
         function = self.owner
         return dict(enumerate(function.args if issubclass(type(function), partial) else function.__defaults__ or ()))
 
-    def __getitem__(self, name: Any) -> Any:
-        return self.copied()[name]
-
-    def __setitem__(self, name: Any, value: Any) -> None:
-        function = self.owner
-        parts = tuple((self.copied() | {name: value}).values())
+    def put(self, name: Any, value: Any) -> None:
+        """Let a value have a number; none, if it is `MISSING`."""
+        function, parts = self.owner, self.copied()
+        put_value(parts, name, value)
         if issubclass(type(function), partial):
-            _set_partial(function, (function.func, parts, function.keywords, vars(function)))
+            _set_partial(function, (function.func, tuple(parts.values()), function.keywords, vars(function)))
         else:
-            function.__defaults__ = parts
-
-    def __delitem__(self, name: Any) -> None:
-        raise TypeError("a function has as many arguments as it has")
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.copied())
-
-    def __len__(self) -> int:
-        return len(self.copied())
+            function.__defaults__ = tuple(parts.values())
 
 
 class SlotsOf(Variables):
@@ -193,24 +173,21 @@ class SlotsOf(Variables):
         kind: Any = type(value)
         self._slots = slots_of(kind)
 
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._slots[name].__get__(self.owner)
-        except AttributeError:
-            raise KeyError(name) from None
+    def copied(self) -> dict[Any, Any]:
+        """All of them, in a dict."""
+        found = {}
+        for name, slot in self._slots.items():
+            with suppress(AttributeError):
+                found[name] = slot.__get__(self.owner)
+        return found
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def put(self, name: Any, value: Any) -> None:
+        """Let a value have a name; none, if it is `MISSING`."""
         # Past the guard of frozen ones.
-        self._slots[name].__set__(self.owner, value)
-
-    def __delitem__(self, name: str) -> None:
-        self._slots[name].__delete__(self.owner)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._slots if name in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+        if value is MISSING:
+            self._slots[name].__delete__(self.owner)
+        else:
+            self._slots[name].__set__(self.owner, value)
 
 
 @cache
@@ -259,26 +236,12 @@ class AttributesOfClass(Variables):
             raise KeyError(name)
         return value.own
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def put(self, name: Any, value: Any) -> None:
+        """Let a value have a name; none, if it is `MISSING`."""
         there = vars(self.owner).get(name)
         if isinstance(there, StandIn):
             there.own = value
+        elif value is MISSING:
+            type.__delattr__(self.owner, name)
         else:
             type.__setattr__(self.owner, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        there = vars(self.owner).get(name)
-        if isinstance(there, StandIn):
-            there.own = MISSING
-        else:
-            type.__delattr__(self.owner, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.copied())
-
-    def __contains__(self, name: object) -> bool:
-        value = vars(self.owner).get(name, MISSING)
-        return (value.own if isinstance(value, StandIn) else value) is not MISSING
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
