@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_harmony.engine.devices.stream import Event, Happened, HostMoment
+from lightning_harmony.engine.devices.stream import CallingThread, Event, Happened
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.layers.narrow import CastWatch, may_be_narrow
 from lightning_harmony.engine.model.companions import Companions, beside_parameters
@@ -30,23 +30,14 @@ def fake(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
 
 
-class NoCopies:
+class NoCopies(CallingThread):
     """A stream that does nothing: fake tensors hold nothing to copy."""
 
     def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Happened:
         """Leave it."""
         return Happened()
 
-    def submit_brief(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Happened:
-        """Leave it, too."""
-        return Happened()
-
-    def moment(self) -> HostMoment:
-        """Now."""
-        return HostMoment()
-
-    def close(self) -> None:
-        """Nothing is left to do."""
+    submit_brief = submit
 
 
 class FakeDevice(VirtualDevice):
