@@ -84,6 +84,8 @@ def test_the_strategy_trains_in_both_trees_as_one_process_with_one_device(tree: 
     assert isinstance(trainer.strategy, classes_of(tree).HarmonyStrategy)
     assert (trainer.num_devices, trainer.world_size, trainer.global_rank) == (1, 1, 0)
     assert trainer.is_global_zero
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+    assert swapped.all_gather(torch.ones(2)).tolist() == [1.0, 1.0]
     # By name, nothing is said of microbatches: a batch runs whole.
     assert trainer.strategy.step_report.num_microbatches == (1 if by_name else NUM_MICROBATCHES)
     plain = fit_harmony(Model(), "auto") if by_name else plainly()
