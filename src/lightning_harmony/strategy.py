@@ -155,13 +155,6 @@ class StrategyMixin(GivenOptimizers):
 
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the name; `lightning_harmony.setup.registration` does it for both trees."""
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__)
-
     @property
     def step_report(self) -> StepReport | None:
         """What the last training step did; None before the first."""
