@@ -112,7 +112,6 @@ class Watch:
         # What the microbatch before has changed before its backward.
         self._left: list[tuple[Held, Any, Any]] = []
         self._microbatch = -1
-        self._calls = 0
         self._carried, self._metrics = CarriedState(model), ReadMetrics(model)
         self._silent = Fingerprints(())
         self._of_layers: dict[int, set[str]] = defaultdict(set)
@@ -122,7 +121,7 @@ class Watch:
     def begin(self, microbatch: int) -> None:
         """A microbatch begins."""
         with self._timed():
-            self._microbatch, self._calls = microbatch, 0
+            self._microbatch = microbatch
             self._begun = self._places.look()
             self._marks = [
                 (held, name, value, mark_of(value)) for held in self._begun.places for name, value in held.marked
@@ -150,7 +149,6 @@ class Watch:
         with self._timed():
             self._carried.at_call()
         is_due = self._microbatch == 1 or self._spent <= _SHARE * (time.perf_counter() - self._began)
-        self._calls += 1
         if self._microbatch < 1 or not is_due:
             return
         with self._timed():

@@ -34,7 +34,7 @@ class Replicas:
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device], changing: dict[int, Tensor]) -> None:
-        self._module, self._devices, self._changing = module, list(devices), changing
+        self._devices, self._changing = list(devices), changing
         self._replicas = [Replica(module, devices[0], device, changing) for device in devices[1:]]
         # Streams of each device for what goes on beside what it computes.
         self._beside = [torch.cuda.Stream(device) if device.type == "cuda" else None for device in devices]

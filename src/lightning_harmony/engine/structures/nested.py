@@ -132,8 +132,6 @@ def _names(slots: Any) -> Sequence[str]:
 
 def field_names(value: Any) -> tuple[str, ...] | None:
     """The fields of a dataclass, or of a class of attrs, that have values; None of anything else."""
-    if isinstance(value, type):
-        return None
     if dataclasses.is_dataclass(value):
         fields: Sequence[Any] = dataclasses.fields(value)
     else:

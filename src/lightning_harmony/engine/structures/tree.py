@@ -101,8 +101,6 @@ def flatten(value: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
     """
     if type(value) is Tensor:
         return [value], next
-    if type(value) is list and not value:
-        return [], lambda leaves: []
     nodes, spec = tree_flatten(value)
     parts = [_open(node) for node in nodes]
     closes = [close for _, close in parts]
