@@ -160,8 +160,6 @@ def _state_of(generator: random.Random) -> memoryview:
 @cache
 def _python_state() -> memoryview | None:
     """The state of Python's generator, to copy as bytes; None where it isn't where CPython has it."""
-    if sys.implementation.name != "cpython":
-        return None
     generator = random.Random(1)
     generator.random()
     _, (*words, index), _ = generator.getstate()
