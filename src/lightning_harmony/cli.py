@@ -12,7 +12,6 @@ from lightning_harmony.errors import PlanError, UnsupportedModelError
 
 # Help and refused options are there at once: each command imports what it takes when it runs.
 if TYPE_CHECKING:
-    from lightning_harmony.plan.drawing.recording import Recording
     from lightning_harmony.plan.values.plan import Plan
     from lightning_harmony.plan.values.prediction import Prediction
 
@@ -102,18 +101,42 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from lightning_harmony.plan.drawing.page import summary
     from lightning_harmony.plan.search.given import read_plan
+    from lightning_harmony.plan.simulate.lowering import lower
+    from lightning_harmony.plan.simulate.replay import predict
 
     _refuse_format(options.png)
-    show_plan(read_plan(options.plan), grid=options.grid, png=options.png, html=options.html, trace=options.trace)
+    plan = read_plan(options.plan)
+    print(plan)
+    if plan.profile is None and not (options.grid or options.png or options.html or options.trace):
+        return 0
+    prediction = predict(plan)
+    print("\n".join(summary(plan, prediction)))
+    if options.grid and plan.profile is not None:
+        machine = plan.profile.machine
+        packs = plan.profile.pack_costs(plan.packs)
+        print(lower(plan, packs, machine.free_bytes, pools_apart=machine.pools_apart))
+    _write(plan, {"predicted": prediction}, "Plan of a step", options)
     return 0
 
 
 def _trace(options: argparse.Namespace) -> int:
+    from lightning_harmony.plan.drawing.page import summaries
     from lightning_harmony.plan.drawing.recording import read_recording
 
     _refuse_format(options.png)
-    show_recording(read_recording(options.recording), png=options.png, html=options.html, trace=options.trace)
+    recording = read_recording(options.recording)
+    steps = {"measured": recording.measured}
+    predicted = recording.predicted()
+    if predicted is not None:
+        steps["predicted"] = predicted
+    print("\n".join(summaries(recording.plan, steps)))
+    if predicted is None:
+        print(f"predicted: nothing, for {recording.why_unpredicted()}")
+    in_time = "; predicted just in time" if predicted is not None and recording.update.startswith("deferred") else ""
+    print(f"update: {recording.update}{in_time}")
+    _write(recording.plan, steps, "A recorded step", options)
     return 0
 
 
@@ -124,66 +147,20 @@ def _refuse_format(png: Path | None) -> None:
         refuse_format(png)
 
 
-def show_plan(plan: Plan, *, grid: bool, png: Path | None, html: Path | None, trace: Path | None) -> None:
-    """Print a plan with what it predicts, and write that to files.
-
-    Raises:
-        PlanError: if more is asked for than the plan knows.
-    """
-    from lightning_harmony.plan.drawing.page import summary
-    from lightning_harmony.plan.simulate.lowering import lower
-    from lightning_harmony.plan.simulate.replay import predict
-
-    print(plan)
-    if plan.profile is None and not (grid or png or html or trace):
-        return
-    prediction = predict(plan)
-    print("\n".join(summary(plan, prediction)))
-    if grid and plan.profile is not None:
-        machine = plan.profile.machine
-        packs = plan.profile.pack_costs(plan.packs)
-        print(lower(plan, packs, machine.free_bytes, pools_apart=machine.pools_apart))
-    _write(plan, {"predicted": prediction}, "Plan of a step", png=png, html=html, trace=trace)
-
-
-def show_recording(recording: Recording, *, png: Path | None, html: Path | None, trace: Path | None) -> None:
-    """Print what a step did and what its plan had predicted, and write both to files."""
-    from lightning_harmony.plan.drawing.page import summaries
-
-    steps = {"measured": recording.measured}
-    predicted = recording.predicted()
-    if predicted is not None:
-        steps["predicted"] = predicted
-    print("\n".join(summaries(recording.plan, steps)))
-    if predicted is None:
-        print(f"predicted: nothing, for {recording.why_unpredicted()}")
-    in_time = "; predicted just in time" if predicted is not None and recording.update.startswith("deferred") else ""
-    print(f"update: {recording.update}{in_time}")
-    _write(recording.plan, steps, "A recorded step", png=png, html=html, trace=trace)
-
-
-def _write(
-    plan: Plan,
-    steps: Mapping[str, Prediction],
-    title: str,
-    *,
-    png: Path | None,
-    html: Path | None,
-    trace: Path | None,
-) -> None:
-    if png is not None:
+def _write(plan: Plan, steps: Mapping[str, Prediction], title: str, options: argparse.Namespace) -> None:
+    if options.png is not None:
         from lightning_harmony.reporting.picture import draw
 
-        draw(plan, steps, png)
-    if html is not None:
+        draw(plan, steps, options.png)
+    if options.html is not None:
         from lightning_harmony.plan.drawing.page import to_html
 
-        html.write_text(to_html(plan, steps, title), encoding="utf-8")
-    if trace is not None:
+        options.html.write_text(to_html(plan, steps, title), encoding="utf-8")
+    if options.trace is not None:
         from lightning_harmony.plan.drawing.trace import to_trace
 
-        trace.write_text(to_trace(plan, steps), encoding="utf-8")
-    for file in (png, html, trace):
+        options.trace.write_text(to_trace(plan, steps), encoding="utf-8")
+    for file in (options.png, options.html, options.trace):
         if file is not None:
             print(f"wrote {file}")
 
