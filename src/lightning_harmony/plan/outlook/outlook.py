@@ -133,29 +133,23 @@ class _Course:
     swapped_out_bytes: Mapping[str, int]
 
 
+@dataclass
 class _Step:
-    def __init__(
-        self,
-        profile: StepProfile,
-        machine: Machine,
-        capacity_bytes: int | None,
-        num_microbatches: int,
-        is_deferred: bool,
-        state_copies: int,
-        most_tasks: float,
-    ) -> None:
-        self._profile = profile
-        self._machine = machine
-        self._capacity = capacity_bytes
-        self._lanes = num_microbatches
-        self._is_deferred = is_deferred
-        self._state_copies = state_copies
+    _profile: StepProfile
+    _machine: Machine
+    _capacity: int | None
+    _lanes: int
+    _is_deferred: bool
+    _state_copies: int
+    _most_tasks: float
+
+    def __post_init__(self) -> None:
         costs = {cost.name: cost for cost in self._costs()}
-        calls = [profile.layers[call].cost.name for call in profile.calls]
-        limits, replayed = self._limits(), min(num_microbatches, MOST_REPLAYED)
-        self._plan = decide(costs, calls, replayed, limits, most_tasks=most_tasks)
-        if num_microbatches > replayed:
-            self._plan = with_graphs(self._plan, costs, num_microbatches, [limits.free_bytes])
+        calls = [self._profile.layers[call].cost.name for call in self._profile.calls]
+        limits, replayed = self._limits(), min(self._lanes, MOST_REPLAYED)
+        self._plan = decide(costs, calls, replayed, limits, most_tasks=self._most_tasks)
+        if self._lanes > replayed:
+            self._plan = with_graphs(self._plan, costs, self._lanes, [limits.free_bytes])
         index_of = {name: index for index, name in enumerate(costs)}
         self._packs = [[index_of[name] for name in pack] for pack in self._plan.packs]
 
