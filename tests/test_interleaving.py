@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics import CatMetric, SumMetric
 
 from lightning_harmony import HarmonyStrategy
 from support import nets
@@ -473,6 +474,20 @@ class DrawsBehind(Later):
         return DrawsBehind(self.does)
 
 
+class WithMetrics(Later):
+    """Has metrics that each microbatch updates, with a tensor and a list as their states."""
+
+    def __init__(self, does: Any) -> None:
+        super().__init__(does)
+        self.total, self.all = SumMetric(), CatMetric()
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().run(x, y)
+        self.total.update(y.sum())
+        self.all.update(y.mean())
+        return loss
+
+
 def random_before_the_layers(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
     return net.blocks(x * net.random.random())
 
@@ -511,6 +526,24 @@ LATE = [
 def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> None:
     updates = get_args(Update) if kind is Later else ["just in time"]
     assert_same_training(Net(kind(does)), samples(40), batch_size=8, updates=updates)
+
+
+def test_metrics_count_each_microbatch_of_a_step_that_is_run_again_once(caplog: pytest.LogCaptureFixture) -> None:
+    left: list[list[float]] = []
+    for strategy, size, number in (
+        ("auto", 2, 4),
+        (HarmonyStrategy(device_memory=room("44KiB"), num_microbatches=4, profile_cache=False), 8, 1),
+    ):
+        torch.manual_seed(0)
+        module = Net(WithMetrics(number_on_the_module))
+        trainer = trainer_for(strategy, 4, [], accumulate_grad_batches=number)
+        with caplog.at_level("INFO"):
+            trainer.fit(module, torch.utils.data.DataLoader(samples(32), batch_size=size))
+        total, every = module.net.total, module.net.all
+        left.append([float(total.compute()), *map(float, every.compute()), total.update_count, every.update_count])
+    assert ONE_AFTER_THE_OTHER in caplog.text
+    assert len(left[0]) == 19
+    assert left[0] == left[1]
 
 
 def test_what_each_layer_adds_is_in_the_order_of_microbatches() -> None:

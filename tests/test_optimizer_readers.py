@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.model.attributes import LONGEST
 from lightning_harmony.errors import UnsupportedModelError
 from support.lightning_fits import (
     BATCH_SIZE,
@@ -175,6 +176,11 @@ def keep_in_a_layer(module: Any, optimizer: Any) -> None:
     module.net.head.moment = optimizer.state[module.net.head.weight]["exp_avg"]
 
 
+def keep_views_in_a_long_list(module: Any, optimizer: Any) -> None:
+    moments = [state["exp_avg"].view(-1) for state in optimizer.state.values()]
+    module.kept = [moments[number % len(moments)] for number in range(LONGEST + 1)]
+
+
 def rewind(module: Any, optimizer: Any) -> None:
     module.best = deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(module.best)
@@ -190,6 +196,21 @@ def test_state_that_an_attribute_shares_is_changed_by_updates_alone(keep: Any, o
     runs = fits(lambda: Monitors(keep), max_epochs=3, **options)
     assert_same(*runs)
     assert_equal(*(run.optimizers[0].state_dict()["state"] for run in runs))
+
+
+class ReadsWhatItKeeps(Monitors):
+    """Reads in its step what it keeps since the end of its first epoch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        told = told_by(getattr(self, "kept", [])[:4])
+        return super().training_step(batch, batch_idx) * (1 + told)
+
+
+@BOTH_WAYS
+@pytest.mark.usefixtures("postponed")
+def test_a_step_reads_the_state_after_the_last_step_in_a_list_that_is_data(options: dict[str, Any]) -> None:
+    """The first entries of a long list tell what the others are."""
+    assert_same(*fits(lambda: ReadsWhatItKeeps(keep_views_in_a_long_list), max_epochs=3, **options))
 
 
 def steps_of(optimizer: Any) -> float:
@@ -296,6 +317,11 @@ def by_trainer(module: Any, optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
+def by_one_of_several(module: Any, optimizer: Any) -> Any:
+    first = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, by_function(module, optimizer)], [2])
+
+
 class Scheduled(Model):
     def __init__(self, make_scheduler: Any) -> None:
         super().__init__()
@@ -308,7 +334,7 @@ class Scheduled(Model):
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("make_scheduler", [by_class, by_function, by_trainer])
+@pytest.mark.parametrize("make_scheduler", [by_class, by_function, by_trainer, by_one_of_several])
 @pytest.mark.usefixtures("postponed")
 def test_a_scheduler_reads_the_state_after_the_last_step(make_scheduler: Any, options: dict[str, Any]) -> None:
     runs = [trainer_for(strategy, max_epochs=2, **options) for strategy in ("auto", harmony(**WHOLE))]
