@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -78,6 +79,26 @@ def test_what_a_constructor_does_not_take_is_kept() -> None:
     kept = map_tensors(lambda tensor: tensor + 1, defaultdict(list, x=torch.ones(1)))
     assert kept["missing"] == []
     assert map_tensors(lambda tensor: tensor + 1, deque([torch.ones(1)], maxlen=3)).maxlen == 3
+
+
+class Lasting(Mapping[str, Any]):
+    """Made of no dict."""
+
+    def __init__(self, x: Any, *, y: Any) -> None:
+        self.both = {"x": x, "y": y}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.both[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.both)
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_mapping_that_nobody_can_fill_or_make_of_a_dict_becomes_one() -> None:
+    assert map_tensors(float, Lasting(torch.ones(()), y="text")) == {"x": 1.0, "y": "text"}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from lightning_harmony.engine.structures.seekable import seekable
 STATES: dict[str, tuple[Any, Any]] = {
     "generator of Python's": (random.Random(1), lambda value: value.random()),
     "generator of NumPy's": (np.random.default_rng(1), lambda value: value.random()),
+    "old generator of NumPy's": (np.random.RandomState(1), lambda value: value.rand()),
     "generator of torch's": (torch.Generator(), lambda value: torch.rand(2, generator=value).tolist()),
     "iterator": (seekable(itertools.count()), next),
     "array of NumPy's": (np.zeros((2, 3)), lambda value: value.__iadd__(1).tolist()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import weakref
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_harmony.engine.structures.seekable import Seekable, given_back, make_seekable, seekable
+from lightning_harmony.engine.structures.seekable import Seekable, exchange, given_back, make_seekable, seekable
 
 
 def counting() -> Iterator[int]:
@@ -119,6 +120,36 @@ def test_containers_hold_them_past_the_code_of_their_classes() -> None:
     assert make_seekable(content, list(content))
     assert type(content[0]) is Seekable
     assert not make_seekable(content, list(content))
+
+
+class Marked(tuple[Any, ...]):
+    """A tuple with attributes."""
+
+
+def test_sets_and_tuples_with_attributes_hold_them_and_give_them_back() -> None:
+    alone, inner = iter([7]), iter([8])
+    pair = Marked((inner, 2))
+    pair.name = "pair"  # type: ignore[attr-defined]
+    content: Any = {alone}
+    assert make_seekable(content, content.copy())
+    (found,) = content
+    assert type(found) is Seekable
+    assert exchange(content, content.copy(), given_back)
+    assert content == {alone}
+    remade = seekable(pair)
+    assert (type(remade), remade.name, type(remade[0])) == (Marked, "pair", Seekable)
+    given = given_back(remade)
+    assert (given, given.name) == (pair, "pair")
+
+
+def test_one_that_is_copied_or_printed_is_the_iterator() -> None:
+    iterator = iter([7, 8])
+    found = seekable(iterator)
+    assert repr(found) == repr(iterator)
+    assert next(found) == 7
+    copied = copy.copy(found)
+    assert type(copied) is type(iterator)
+    assert [list(copied), list(found)] == [[8], [8]]
 
 
 def test_values_that_nobody_can_go_back_to_are_gone() -> None:
