@@ -35,7 +35,9 @@ def test_what_is_written_is_read_back(planned: tuple[Plan, tuple[Cost, ...]], ma
 
 def test_the_prediction_is_that_of_the_plan() -> None:
     assert RECORDING.predicted() == predict(STEP)
-    assert replace(RECORDING, plan=replace(STEP, profile=None)).predicted() is None
+    unmeasured = replace(RECORDING, plan=replace(STEP, profile=None))
+    assert unmeasured.predicted() is None
+    assert unmeasured.why_unpredicted() == "the plan was made before the step had been measured"
 
 
 def test_what_took_no_turns_is_not_told_what_turns_take() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.values.cost import Cost
-from lightning_harmony.plan.values.profile import MachineLimits, share_seconds
+from lightning_harmony.plan.values.profile import MachineLimits, Profile, share_seconds
 from lightning_harmony.plan.values.record import NarrowWeights, Origin, Record, SeenSize
 
 
@@ -103,6 +103,15 @@ class TestRefuses:
         self.refuse(
             replace(record(2), machine=MachineLimits(None, value)), "swap_in_bytes_per_second is .* a number from 0"
         )
+
+
+def test_a_profile_prints_as_a_table_of_its_layers() -> None:
+    first, rule, *rows, last = str(
+        Profile(tuple(replace(cost, backward_seconds=0.25) for cost in costs(2)))
+    ).splitlines()
+    assert first == "Layer | Weights | Forward  | Backward"
+    assert rows == ["a     | 100 B   | 1e+03 ms | 250 ms", "b     | 100 B   | 1e+03 ms | 250 ms"]
+    assert rule == last == "-" * len(first)
 
 
 class TestSharing:
