@@ -288,7 +288,8 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 def _prepare(module: Any) -> None:
     """Give a LightningModule what its step expects around it."""
-    lightning = import_module("pytorch_lightning" if _is_of_old_tree(module) else "lightning.pytorch")
+    is_of_old_tree = any(cls.__module__.startswith("pytorch_lightning.") for cls in type(module).__mro__)
+    lightning = import_module("pytorch_lightning" if is_of_old_tree else "lightning.pytorch")
     module.trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
@@ -309,10 +310,6 @@ def _prepare(module: Any) -> None:
         if isinstance(metric, Metric):
             # Their checks look at numbers.
             metric.forward = metric.update = metric.compute = lambda *args, **kwargs: torch.zeros(())  # type: ignore[method-assign,assignment]
-
-
-def _is_of_old_tree(module: Any) -> bool:
-    return any(cls.__module__.startswith("pytorch_lightning.") for cls in type(module).__mro__)
 
 
 def _batch_index(module: Any) -> tuple[int, ...]:

@@ -31,7 +31,8 @@ def move_to_host(module: nn.Module, device: torch.device) -> None:
     quantized = {parameter for each in companions for parameter in each.parameters}
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
-            if parameter is None or not _moves_itself(parameter):
+            # Those that code of their own class moves.
+            if parameter is None or type(parameter).to is Tensor.to or is_composed(parameter):
                 continue
             if parameter not in quantized:
                 _move_own(owner, name, device)
@@ -59,11 +60,6 @@ def companions_of(module: nn.Module) -> list[Companions]:
     inner = [each for each in module.modules() if each is not module]
     parameters = dict.fromkeys(parameter for each in inner for parameter in each.parameters(recurse=False))
     return [Companions(inner, parameters), Companions([module], module.parameters(recurse=False))]
-
-
-def _moves_itself(parameter: nn.Parameter) -> bool:
-    """Whether code of its own class moves a parameter."""
-    return type(parameter).to is not Tensor.to and not is_composed(parameter)
 
 
 def _move_own(owner: nn.Module, name: str, device: torch.device) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 
+from lightning_harmony.engine.lanes.lock_wait import LOCKS
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.structures.containers import (
     copied_content,
@@ -44,7 +45,6 @@ _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, staticmethod, classmethod, property)
 # What is looked into by itself, or does not change: nothing tells by itself that it was changed in place.
 _UNMARKED = frozenset((*_PLAIN, *FUNCTIONS, *SWITCHED, tuple, type, nn.Parameter, torch.dtype, torch.device))
-_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 # In place of a name: all of a list, set or dict.
 ALL = object()
 _VERSION = attrgetter("_version")
@@ -295,7 +295,7 @@ def mark_of(value: Any) -> Any:
         return None
     if issubclass(kind, Tensor):
         return None if is_parameter(value) or value.is_inference() else value._version
-    if kind in _LOCKS:
+    if kind in LOCKS:
         return is_held(value)
     array = Access.of_array(value)
     return state_of_generator(value) if array is None else array.get()
@@ -322,4 +322,4 @@ def is_held(value: Any) -> bool:
         return is_held(value._lock)
     if issubclass(kind, threading.Semaphore):
         return bool(value._value == 0)
-    return kind in _LOCKS and repr(value).startswith("<locked")
+    return kind in LOCKS and repr(value).startswith("<locked")

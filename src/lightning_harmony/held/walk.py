@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_harmony.engine.lanes.ambient import share_thread_local
+from lightning_harmony.engine.lanes.lock_wait import LOCKS
 from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import size_of
 from lightning_harmony.engine.structures.seekable import seekable
@@ -48,10 +49,7 @@ from lightning_harmony.held.variables import (
 
 # Of objects, and of functions.
 DEEPEST, MOST_NESTED, MOST = 12, 3, 20_000
-_OF_THREADS = (
-    *(type(threading.Lock()), type(threading.RLock())),
-    *(threading.Condition, threading.Event, threading.Semaphore, threading.Thread),
-)
+OF_THREADS = (*LOCKS, threading.Condition, threading.Event, threading.Semaphore, threading.Thread)
 # What gives variables of functions that others share other values.
 _REBINDING = frozenset(opmap[name] for name in ("STORE_DEREF", "DELETE_DEREF"))
 _CONTAINERS = (list, deque, set, frozenset, dict, tuple)
@@ -155,7 +153,7 @@ class Walk:
             yield from self._container(name, value, depth, nested)
         elif issubclass(kind, FUNCTIONS):
             if nested < MOST_NESTED:
-                yield from _shared(self._function(name, value, depth, nested + 1))
+                yield from _marked(self._function(name, value, depth, nested + 1), "is_shared")
         elif issubclass(kind, type):
             yield from self._class(value, nested)
         elif depth < DEEPEST and is_looked_into(value):
@@ -202,8 +200,8 @@ class Walk:
         attributes = attributes_of(value)
         if attributes is not None:
             found = self._place(Held(name, attributes, Kind.OBJECT, value, leads))
-            is_of_threads = any(issubclass(type(each), _OF_THREADS) for each in list(attributes.values()))
-            yield from _of_threads(found) if is_of_threads else found
+            is_of_threads = any(issubclass(type(each), OF_THREADS) for each in list(attributes.values()))
+            yield from _marked(found, "is_of_threads") if is_of_threads else found
         kind: Any = type(value)
         if is_users(kind.__module__) and slots_of(kind):
             yield from self._place(Held(name, SlotsOf(value), Kind.OBJECT, None, leads))
@@ -290,7 +288,7 @@ class Walk:
         if attribute.startswith("__") or not _is_users_global(value, files):
             return iter(())
         depth = DEEPEST if type(value) in SWITCHED else 0
-        return _shared(self._within(f"{name}.{attribute}", value, depth, 0))
+        return _marked(self._within(f"{name}.{attribute}", value, depth, 0), "is_shared")
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -325,15 +323,9 @@ def _of_functions(items: Iterable[tuple[Any, Any]], leads: Leads) -> Iterator[He
             yield from leads(name, value)
 
 
-def _shared(places: Iterable[Held]) -> Iterator[Held]:
+def _marked(places: Iterable[Held], mark: str) -> Iterator[Held]:
     for held in places:
-        held.is_shared = True
-        yield held
-
-
-def _of_threads(places: Iterable[Held]) -> Iterator[Held]:
-    for held in places:
-        held.is_of_threads = True
+        setattr(held, mark, True)
         yield held
 
 

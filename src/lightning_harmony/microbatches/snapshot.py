@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.engine.structures.strides import assign
 from lightning_harmony.held.places import Places
+from lightning_harmony.held.walk import OF_THREADS
 from lightning_harmony.microbatches.fingerprints import Fingerprints, is_of_numbers
 from lightning_harmony.setup import compat
 
@@ -29,7 +29,6 @@ _LARGEST_COUNTS = 64 * 1024 * 1024
 # Classes and modules change in no step; nor do optimizers and data, which may be large.
 _LEFT_ALONE = (type, ModuleType, Optimizer, Dataset, DataLoader, *weakref.ProxyTypes)
 _OWN_PACKAGE = __name__.partition(".")[0]
-_OF_THREADS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Thread)
 # What a module holds its tensors and submodules in: their entries are looked after one by one, or never change in a step.
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -153,7 +152,7 @@ def _is_countable(value: Any) -> bool:
     if issubclass(kind, _LEFT_ALONE) or hasattr(kind, "__get__") or kind.__module__.startswith(_OWN_PACKAGE):
         return False
     attributes = getattr(value, "__dict__", None)
-    return isinstance(attributes, dict) and not any(isinstance(held, _OF_THREADS) for held in attributes.values())
+    return isinstance(attributes, dict) and not any(isinstance(held, OF_THREADS) for held in attributes.values())
 
 
 def undo_of_tensor(value: Tensor) -> Callable[[], None]:

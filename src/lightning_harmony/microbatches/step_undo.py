@@ -81,8 +81,7 @@ class _Marked:
 def undo_of(value: Any) -> Callable[[], None] | None:
     """What makes an object that can be changed in place what it is now; None if that is not possible."""
     if isinstance(value, Tensor):
-        is_small = value.numel() * value.element_size() <= _SMALL_BYTES
-        return undo_of_tensor(value) if is_small and value.layout is torch.strided else None
+        return undo_of_tensor(value) if value.layout is torch.strided and value.nbytes <= _SMALL_BYTES else None
     return restore_of(value)
 
 
@@ -129,7 +128,8 @@ class Undo:
         self._late: str | None = None
         self._buffers = [(each, dict(each)) for each in buffers]
         self._versions = Versions(model)
-        kept = [buffer for buffer in model.buffers() if _is_kept(buffer, changing)]
+        # Of small ones no version tells that they change, as statistics of normalizations are.
+        kept = [b for b in model.buffers() if id(b) in changing or b.numel() * b.element_size() <= _SMALL_BYTES]
         self._kept, self._undo = set(map(id, kept)), [undo_of_tensor(buffer) for buffer in kept]
         self._metrics = [
             (
@@ -186,11 +186,6 @@ class Undo:
             attributes.clear()
             attributes.update(before, **states)
         return True
-
-
-def _is_kept(buffer: Tensor, changing: set[int]) -> bool:
-    """Whether a buffer is copied: of small ones no version tells that they change, as statistics of normalizations are."""
-    return id(buffer) in changing or buffer.numel() * buffer.element_size() <= _SMALL_BYTES
 
 
 def _state(value: Any) -> Any:

@@ -51,7 +51,11 @@ def savers_on_exception(tree: LightningTree, trainer: Any) -> list[str]:
         f"callback {type(callback).__name__} has on_exception"
         for callback in trainer.callbacks
         if tree.overrides(callback, "on_exception")
-        and (_saves_on_exception(callback) or not _is_blind(tree, callback, "on_exception"))
+        and (
+            type(callback).__name__ == "OnExceptionCheckpoint"
+            or getattr(callback, "save_on_exception", False)
+            or not _is_blind(tree, callback, "on_exception")
+        )
     ]
     return named + _overridden(tree, trainer.datamodule, ("on_exception",))
 
@@ -59,10 +63,6 @@ def savers_on_exception(tree: LightningTree, trainer: Any) -> list[str]:
 def _overridden(tree: LightningTree, owner: Any, hooks: Iterable[str]) -> list[str]:
     """Those hooks of a module or of data that are overridden, in words."""
     return [f"{type(owner).__name__}.{hook} is overridden" for hook in hooks if tree.overrides(owner, hook)]
-
-
-def _saves_on_exception(callback: Any) -> bool:
-    return type(callback).__name__ == "OnExceptionCheckpoint" or bool(getattr(callback, "save_on_exception", False))
 
 
 def gradient_readers(tree: LightningTree, trainer: Any) -> list[str]:

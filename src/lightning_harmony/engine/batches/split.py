@@ -359,13 +359,9 @@ def _is_list_of_samples(value: Any, number: int, is_stacked: bool) -> bool:
         return True
 
 
-def _is_list(value: Any) -> bool:
-    return type(value) in (list, tuple)
-
-
 def _may_be_samples(value: Any, is_stacked: bool) -> bool:
     """Whether the entries of a list or tuple may be samples, or parts of such: they are alike."""
-    if not _is_list(value) or not value:
+    if type(value) not in (list, tuple) or not value:
         return False
     if not holds_tensors(value):
         # The default collate function makes a tuple of the samples' strings. Others are records: (height, width).

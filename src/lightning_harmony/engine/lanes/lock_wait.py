@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
 # Containers of more are data.
 _FEW = 64
 
@@ -95,7 +95,7 @@ def _locks_named(frame: FrameType) -> Iterator[Any]:
         attributes = [_attribute(owner, name) for owner in found.values() for name in names]
         found |= {id(attribute): attribute for attribute in attributes if attribute is not None}
     for value in found.values():
-        yield from (each for each in _items(value) if isinstance(each, _LOCKS))
+        yield from (each for each in _items(value) if isinstance(each, LOCKS))
 
 
 def _items(value: Any) -> Iterable[Any]:

@@ -123,7 +123,8 @@ class Holders:
                 _refuse_odd(tensor, name)
             _refuse_aliases(found)
             self._tensors = list(found)
-        if any(tensor._backward_hooks or _hooks_behind(tensor) for tensor in self._tensors):
+        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        if any(getattr(tensor, each, None) for tensor in self._tensors for each in hooks):
             raise NotReplicableError("one of its parameters has a hook of its own")
         return self._tensors
 
@@ -224,9 +225,8 @@ class Replica:
         owners = list(self._holders.owners)
         containers = [each for owner in owners for each in owner.containers]
         lengths = {id(each): len(each) for each in containers if type(each) is list}
-        devices = [
-            each for owner in owners for each in owner.places if each.value == self._home and _is_device(each.value)
-        ]
+        places = [each for owner in owners for each in owner.places]
+        devices = [each for each in places if isinstance(each.value, torch.device) and each.value == self._home]
         for place in devices:
             place.holder[place.name] = self._device
         for owner in owners:
@@ -283,18 +283,10 @@ class Replica:
         return tensor.detach().to(self._home, non_blocking=True) if is_here else tensor
 
 
-def _is_device(value: Any) -> bool:
-    return isinstance(value, torch.device)
-
-
 def _is_held_by_itself(value: Any) -> bool:
     return isinstance(value, Tensor | torch.device) or (
         type(value) is tuple and any(isinstance(leaf, Tensor) for leaf in leaves_of(value))
     )
-
-
-def _hooks_behind(tensor: Tensor) -> Any:
-    return getattr(tensor, "_post_accumulate_grad_hooks", None)
 
 
 def _refuse_odd(tensor: Tensor, name: str) -> None:
