@@ -366,6 +366,31 @@ def test_a_first_batch_that_does_not_fit_is_undone_and_layers_are_swapped(
     assert_equal(plain, harmony)
 
 
+class OnAGraph(Model):
+    """Has the edges of a graph in a sparse buffer, which each step weighs anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.eye(WIDTH).to_sparse(), persistent=False)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        if self.training:
+            self.edges.mul_(1.1)
+        return super().loss((torch.sparse.mm(self.edges, x.t()).t(), y))
+
+
+@pytest.mark.cpu
+def test_a_model_with_a_sparse_buffer_is_swapped_where_a_batch_does_not_fit() -> None:
+    """To look whether the buffer had changed, or lies in the memory of a weight, ended the fit."""
+    module, seeds = OnAGraph(), [SeedMicrobatches(2)]
+    plain = fit(copy.deepcopy(module), "auto", samples(), BATCH // 2, accumulate_grad_batches=2, callbacks=seeds)
+    strategy = HarmonyStrategy(device_memory=lasting_bytes(Model()) + 1024, num_microbatches=2)
+    harmony = fit(module, strategy, samples(), BATCH)
+    assert strategy.plan is not None
+    assert_equal(plain, harmony)
+
+
 class OnAClass(Model):
     steps = 0
 

@@ -42,4 +42,4 @@ class BuffersBefore:
             for buffer, (size, copy) in self._copies.items():
                 if buffer.size() != size:
                     buffer.resize_(size)
-                assign(buffer.detach(), copy.expand(size) if copy.size() != size else copy)
+                assign(buffer, copy.expand(size) if copy.size() != size else copy)

@@ -160,14 +160,17 @@ def undo_of_tensor(value: Tensor) -> Callable[[], None]:
     before = value.detach().clone()
     # Inference tensors count no versions, and are written to in inference mode alone.
     version = None if value.is_inference() else value._version
+    is_strided = value.layout is torch.strided and not value.is_nested
 
     def undo() -> None:
-        # The statistics of a normalization change without a new version.
-        if version is None or value._version != version or not torch.equal(value, before):
-            with torch.inference_mode(version is None):
-                if value.size() != before.size():
-                    value.resize_(before.size())
-                assign(value.detach(), before)
+        # The statistics of a normalization change without a new version. Those are in strided tensors.
+        if version is not None and value._version == version and (not is_strided or torch.equal(value, before)):
+            return
+        with torch.inference_mode(version is None):
+            if is_strided and value.size() != before.size():
+                value.resize_(before.size())
+            # Not another tensor of its memory: a sparse one gets other memory.
+            assign(value, before)
 
     return undo
 

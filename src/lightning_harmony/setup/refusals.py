@@ -122,9 +122,9 @@ def refuse_shared_memory(module: nn.Module) -> None:
     Raises:
         UnsupportedModelError: naming the first two.
     """
-    parameters = [(name, each) for name, each in module.named_parameters() if each.layout is torch.strided]
-    tensors: list[tuple[str, Tensor]] = [*parameters, *module.named_buffers()]
-    parts = [(name, part) for name, tensor in tensors for part in parts_of(tensor) if part.numel() and not part.is_meta]
+    tensors: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    strided = [(name, each) for name, each in tensors if each.layout is torch.strided and not each.is_nested]
+    parts = [(name, part) for name, tensor in strided for part in parts_of(tensor) if part.numel() and not part.is_meta]
     spans = sorted((*_span(part), name, number) for number, (name, part) in enumerate(parts))
     for (_, end, first, number), (start, _, second, following) in pairwise(spans):
         one, other = parts[number][1], parts[following][1]

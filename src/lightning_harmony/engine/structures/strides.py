@@ -20,7 +20,7 @@ def is_expanded(tensor: Tensor) -> bool:
 
 def narrowed(tensor: Tensor) -> Tensor:
     """The distinct elements of a tensor, where they are: expanded dimensions shrink to one element."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     for dim, (extent, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
         if stride == 0 and extent > 1:
@@ -37,7 +37,7 @@ def compact(tensor: Tensor) -> Tensor:
 def assign(destination: Tensor, source: Tensor) -> None:
     """Let a tensor have the values of another one of its size, which are the same wherever the tensor is expanded."""
     target = narrowed(destination)
-    for dim, extent in enumerate(target.size()):
+    for dim, extent in enumerate(target.size()) if target is not destination else ():
         if extent != destination.size(dim):
             source = source.narrow(dim, 0, extent)
     target.copy_(source)
