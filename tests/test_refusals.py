@@ -291,6 +291,37 @@ def test_sparse_gradients_are_refused() -> None:
     assert_trains(module, lambda: fit(module))
 
 
+class HasEdges(nn.Linear):
+    """A layer on a graph, whose edges are its own, or given."""
+
+    def __init__(self, *, has_edges: bool) -> None:
+        super().__init__(nets.WIDTH, nets.WIDTH)
+        self.register_buffer("edges", torch.eye(nets.WIDTH).to_sparse() if has_edges else None)
+
+    def forward(self, x: Tensor, edges: Tensor | None = None) -> Tensor:
+        return super().forward(x) @ (self.edges if edges is None else edges)
+
+
+def test_a_sparse_buffer_of_a_layer_is_refused_and_one_that_it_is_given_is_not() -> None:
+    """An error of a copy said nothing of the buffer."""
+
+    class GivesEdges(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = HasEdges(has_edges=False)
+            self.register_buffer("edges", torch.eye(nets.WIDTH).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x, self.edges)
+            return y
+
+    module = with_blocks(lambda: HasEdges(has_edges=True))
+    said = ["layer 'net.blocks.0'", "sparse buffer, 'edges'", "pass it to the layer as an argument"]
+    assert_refused(module, UnsupportedModelError, said, lambda: fit(module))
+    module = with_blocks(GivesEdges)
+    assert_trains(module, lambda: fit(module, HarmonyStrategy(layers=[HasEdges])))
+
+
 class Looked(nn.Module):
     """An embedding of one's own, with an attribute by which an unrelated flag was taken for torch's."""
 

@@ -179,7 +179,6 @@ class Swapped:
 
     def _engine(self, plan: Plan | None, devices: Sequence[Device], store: HostStore | None) -> Executor:
         module, settings = self._module, self._settings
-        refuse_sparse(module)
         refuse_composed(module)
         if store is None:
             refuse_shared_memory(module)
@@ -190,6 +189,7 @@ class Swapped:
                 f"{type(module).__name__} has no submodule with parameters that could be swapped as a layer: hold the "
                 "network in a submodule, or train with Trainer(strategy='auto')"
             )
+        refuse_sparse(module, layers)
         moved = module.parameters() if store is None else ()
         num_bytes = sum(map(num_bytes_of, moved))
         with store_progress(self._tree, self._trainer, num_bytes) as progress:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.structures.parts import is_composed, parts_of
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -87,8 +88,12 @@ def refuse_batch_norm_over_nodes(layer_sync: Any) -> None:
         )
 
 
-def refuse_sparse(module: nn.Module) -> None:
+def refuse_sparse(module: nn.Module, layers: Iterable[Layer]) -> None:
     """Refuse modules of torch that make sparse gradients. Those that other code makes are refused when they come.
+
+    Args:
+        module: the model.
+        layers: its layers, whose sparse buffers are refused, too.
 
     Raises:
         UnsupportedModelError: naming the first.
@@ -98,6 +103,13 @@ def refuse_sparse(module: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"module {name!r} has sparse gradients, which are summed as dense ones here: set sparse=False"
             )
+    for layer in layers:
+        for name, buffer in layer.module.named_buffers():
+            if buffer.layout is not torch.strided:
+                raise UnsupportedModelError(
+                    f"layer {layer.name!r} has a sparse buffer, {name!r}, which is not swapped with it: register it on the "
+                    "module that calls the layer, and pass it to the layer as an argument"
+                )
 
 
 def refuse_composed(module: nn.Module) -> None:
