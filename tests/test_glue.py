@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from support.nets import WIDTH
@@ -119,3 +120,69 @@ def test_a_parameter_that_swapping_does_not_see_is_refused(way: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"parameter 'net\.weight'.*attribute of its module"):
         train_harmony(module, samples, strategy, 8, with_gradients=False)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+class Inner(nn.Module):
+    """Moves its input along the gradient of what it makes of it, as a class below asks for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x * self.scale
+
+    def gradient(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        gradient = self.gradient(x.clone().requires_grad_())
+        return self.run(x + 0.1 * gradient.detach()).pow(2).mean()
+
+
+class OfWhatIsNotUsed(Inner):
+    def gradient(self, x: Tensor) -> Tensor:
+        unused = torch.zeros(3, requires_grad=True)
+        gradient, zeros = torch.autograd.grad(self.run(x).sum(), [x, unused], materialize_grads=True)
+        _, none = torch.autograd.grad(self.run(x).sum(), [x, unused], allow_unused=True)
+        assert none is None
+        assert torch.equal(zeros, torch.zeros(3))
+        return gradient
+
+
+class OfAnInnerTensor(Inner):
+    def gradient(self, x: Tensor) -> Tensor:
+        inner = x * 2
+        torch.autograd.backward(self.run(inner).sum(), inputs=[inner])
+        assert inner.grad is not None
+        return inner.grad
+
+
+class OfAnEdge(Inner):
+    def gradient(self, x: Tensor) -> Tensor:
+        inner = x * 2
+        start, end = map(get_gradient_edge, (self.run(inner).sum(), inner))
+        (gradient,) = torch.autograd.grad([start], [end], [torch.ones((), device=x.device)])
+        return gradient
+
+
+class OfAComparison(Inner):
+    """Compares a parameter with itself, which it finds in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = (self.scale,)
+
+    def gradient(self, x: Tensor) -> Tensor:
+        assert self.scale in set(self.found)
+        return x * (self.found[0] == self.scale)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("kind", [OfWhatIsNotUsed, OfAnInnerTensor, OfAnEdge, OfAComparison])
+def test_a_step_may_differentiate_and_compare_by_itself(kind: type[Inner], devices: int) -> None:
+    torch.manual_seed(0)
+    assert_same_training(Net(kind()), torch.randn(24, WIDTH), devices=devices)
