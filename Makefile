@@ -17,7 +17,7 @@ OLDEST_TORCH ?= $(CPU_TORCH)
 OLDEST_LIGHTNING := lightning==2.6.4 pytorch-lightning==2.6.4
 
 # Parts, and of the whole what finds most.
-QUICK := tests/engine tests/plan tests/test_exactness.py tests/test_interleaving.py tests/test_refusals.py \
+QUICK := tests/engine tests/plan tests/held tests/setup tests/estimating tests/test_exactness.py tests/test_interleaving.py tests/test_refusals.py \
 	tests/test_logs.py tests/test_documents.py tests/test_host_budget.py tests/test_in_memory.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
