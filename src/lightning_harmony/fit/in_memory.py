@@ -19,7 +19,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.lanes.rng import RandomStreams, stream_seed
 from lightning_harmony.engine.model.compiled import is_compiled
 from lightning_harmony.engine.model.decompose import find_layers
-from lightning_harmony.engine.replicas.runs import InPlace, Runs
+from lightning_harmony.engine.replicas.runs import Runs
 from lightning_harmony.engine.structures.nested import map_tensors
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
 from lightning_harmony.fit.lasting_bytes import LastingBytes
@@ -204,7 +204,7 @@ class InMemory:
             predicts: whether the gradient is predicted.
             spread: how they run on several devices, or are watched for that; None where the model is.
         """
-        runs = spread or InPlace()
+        runs = spread or Runs()
         rest, weights = args[1:], self.settings.weights(sizes)
         batches = self.trainer.accumulate_grad_batches
         shared = UnchangedBatch(parts)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.devices.stream import OnCudaStream, current_cuda_stream
 from lightning_harmony.engine.replicas.flat_pieces import FlatPieces
 from lightning_harmony.engine.replicas.replica import Replica
+from lightning_harmony.engine.replicas.runs import Runs
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.nested import map_tensors
 from lightning_harmony.errors import UnsupportedModelError
@@ -21,7 +22,7 @@ from lightning_harmony.errors import UnsupportedModelError
 _LOOKED_AT = 8
 
 
-class Replicas:
+class Replicas(Runs):
     """Runs the microbatches of a step on several devices, of which the first has the model itself.
 
     The host launches them in order, and each reads what those before have left. Their gradients are added up on the first

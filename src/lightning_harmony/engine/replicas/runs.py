@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,31 +18,20 @@ from lightning_harmony.engine.structures.checksum import checksum
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 
 
-class Runs(Protocol):
-    """How the microbatches of a step run."""
+class Runs:
+    """Runs the microbatches of a step where the model is."""
 
     def step(self, parts: Sequence[Any]) -> AbstractContextManager[Sequence[Any]]:
         """The context of the step; it gives its microbatches, each where it runs."""
-
-    def forward(self, number: int) -> AbstractContextManager[None]:
-        """The context of a microbatch's forward."""
-
-    def backward(self, number: int) -> AbstractContextManager[None]:
-        """The context of its backward."""
-
-
-class InPlace:
-    """Runs microbatches where the model is."""
-
-    def step(self, parts: Sequence[Any]) -> AbstractContextManager[Sequence[Any]]:
-        """The context of the step."""
         return nullcontext(parts)
 
     def forward(self, number: int) -> AbstractContextManager[None]:
         """The context of a microbatch's forward."""
         return nullcontext()
 
-    backward = forward
+    def backward(self, number: int) -> AbstractContextManager[None]:
+        """The context of its backward."""
+        return nullcontext()
 
 
 class _ReadsGradients(TorchFunctionMode):
@@ -59,7 +48,7 @@ class _ReadsGradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Watched:
+class Watched(Runs):
     """Runs microbatches where the model is, and finds which of its tensors they change in place.
 
     Args:
