@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +71,8 @@ def fit() -> Iterator[Fit]:
         SwappedLayer(index, f"layer {index}", each, list(each.parameters())) for index, each in enumerate(modules)
     ]
     store = HostStore([parameter for layer in layers for parameter in layer.parameters], device)
-    yield Fit(layers, Measurements([device], store, Profiler(Traffic()), WorkSpace(), UpdateSpeeds()))
+    state: Any = SimpleNamespace(state_bytes=lambda parameters: 0, kept_bytes=lambda: [0])
+    yield Fit(layers, Measurements([device], store, Profiler(Traffic()), WorkSpace(), UpdateSpeeds(), None, state))
     store.close()
     device.close()
 

@@ -54,7 +54,7 @@ class Measurements:
         work: what was allocated.
         update_speeds: of updates just in time.
         disk: where optimizer state may live; None if it may not.
-        state: on the host, and on devices; None if there is none.
+        state: on the host, and on devices.
     """
 
     devices: Sequence[Device]
@@ -62,20 +62,20 @@ class Measurements:
     profiler: Profiler
     work: WorkSpace
     update_speeds: UpdateSpeeds
-    disk: Disk | None = None
-    state: HasState | None = None
+    disk: Disk | None
+    state: HasState
 
     def cost(self, layer: SwappedLayer) -> Cost:
         """What a layer was seen to cost."""
         cost = self.profiler.complete(self.work.cost(layer, self.store), layer)
         on_disk = 0 if self.disk is None else self.disk.bytes_of(layer.parameters)
-        state = 0 if self.state is None or on_disk else self.state.state_bytes(layer.parameters)
+        state = 0 if on_disk else self.state.state_bytes(layer.parameters)
         return replace(cost, disk_bytes=on_disk, optimizer_bytes=state)
 
     def machine(self) -> MachineLimits:
         """The capacity, and the speeds that were seen."""
         # The plan says how much of that stays.
-        kept = [0] * len(self.devices) if self.state is None else self.state.kept_bytes()
+        kept = self.state.kept_bytes()
         return MachineLimits(
             smallest(device.capacity_bytes for device in self.devices),
             swap_in_bytes_per_second=self.profiler.swap_in.bytes_per_second,
