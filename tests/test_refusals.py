@@ -294,30 +294,44 @@ def test_sparse_gradients_are_refused() -> None:
 class HasEdges(nn.Linear):
     """A layer on a graph, whose edges are its own, or given."""
 
-    def __init__(self, *, has_edges: bool) -> None:
+    def __init__(self, edges: Tensor | None) -> None:
         super().__init__(nets.WIDTH, nets.WIDTH)
-        self.register_buffer("edges", torch.eye(nets.WIDTH).to_sparse() if has_edges else None)
+        self.register_buffer("edges", edges)
 
     def forward(self, x: Tensor, edges: Tensor | None = None) -> Tensor:
         return super().forward(x) @ (self.edges if edges is None else edges)
 
 
-def test_a_sparse_buffer_of_a_layer_is_refused_and_one_that_it_is_given_is_not() -> None:
-    """An error of a copy said nothing of the buffer."""
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        Tensor.to_sparse,
+        lambda eye: torch.nested.nested_tensor(list(eye), layout=torch.jagged),
+        lambda eye: torch.quantize_per_tensor(eye, 0.1, 0, torch.qint8),
+    ],
+    ids=["sparse", "nested", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_buffer_that_a_layer_is_not_swapped_with_is_refused(made_of: Callable[[Tensor], Tensor]) -> None:
+    """An error of a copy, or of a quantizer, said nothing of the buffer."""
+    module = with_blocks(lambda: HasEdges(made_of(torch.eye(nets.WIDTH))))
+    said = ["layer 'net.blocks.0'", "quantized buffer, 'edges'", "pass it to the layer as an argument"]
+    assert_refused(module, UnsupportedModelError, said, lambda: fit(module))
+
+
+def test_a_layer_may_be_given_a_sparse_buffer_of_the_module_around_it() -> None:
+    """The way out of the refusal."""
 
     class GivesEdges(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = HasEdges(has_edges=False)
+            self.inner = HasEdges(None)
             self.register_buffer("edges", torch.eye(nets.WIDTH).to_sparse())
 
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.inner(x, self.edges)
             return y
 
-    module = with_blocks(lambda: HasEdges(has_edges=True))
-    said = ["layer 'net.blocks.0'", "sparse buffer, 'edges'", "pass it to the layer as an argument"]
-    assert_refused(module, UnsupportedModelError, said, lambda: fit(module))
     module = with_blocks(GivesEdges)
     assert_trains(module, lambda: fit(module, HarmonyStrategy(layers=[HasEdges])))
 

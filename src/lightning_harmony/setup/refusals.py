@@ -93,7 +93,7 @@ def refuse_sparse(module: nn.Module, layers: Iterable[Layer]) -> None:
 
     Args:
         module: the model.
-        layers: its layers, whose sparse buffers are refused, too.
+        layers: its layers, whose buffers are refused, too, where they are sparse, nested or quantized.
 
     Raises:
         UnsupportedModelError: naming the first.
@@ -105,10 +105,10 @@ def refuse_sparse(module: nn.Module, layers: Iterable[Layer]) -> None:
             )
     for layer in layers:
         for name, buffer in layer.module.named_buffers():
-            if buffer.layout is not torch.strided:
+            if buffer.layout is not torch.strided or buffer.is_quantized:
                 raise UnsupportedModelError(
-                    f"layer {layer.name!r} has a sparse buffer, {name!r}, which is not swapped with it: register it on the "
-                    "module that calls the layer, and pass it to the layer as an argument"
+                    f"layer {layer.name!r} has a sparse, nested or quantized buffer, {name!r}, which is not swapped with it: "
+                    "register it on the module that calls the layer, and pass it to the layer as an argument"
                 )
 
 
