@@ -75,6 +75,26 @@ def test_a_model_that_is_larger_than_the_memory_validates_tests_and_predicts_as_
     assert_equal(plain.predict(module, data), swapped.predict(module, data))
 
 
+@pytest.mark.devices(1, 2)
+def test_a_prediction_that_differentiates_its_input_is_that_of_plain_lightning() -> None:
+    """Layers are run again for it where Lightning keeps no results: saliency maps, forces as gradients of energies."""
+
+    class Salient(Model):
+        def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            x = self.net.embed(batch).detach().requires_grad_()
+            with torch.enable_grad():
+                y = x
+                for block in self.net.blocks:
+                    y = block(y)
+                return torch.autograd.grad(y.square().sum(), x)[0]
+
+    module = Salient()
+    module.net = nets.Language(num_blocks=16)
+    data = DataLoader(nets.tokens(24), batch_size=8)
+    strategies = ("auto", harmony(device_memory="56KiB"))
+    assert_equal(*(trainer_for(strategy, inference_mode=False).predict(module, data) for strategy in strategies))
+
+
 class Writer(BasePredictionWriter):
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")
