@@ -182,6 +182,41 @@ def test_the_users_own_function_splits_what_no_rule_does(memory: str | None) -> 
     assert torch.equal(weights(plain), weights(harmony))
 
 
+class Graphs:
+    """A batch of whose number of samples neither its loader nor Lightning knows."""
+
+    def __init__(self, nodes: Sequence[Tensor]) -> None:
+        self.nodes = nodes
+
+    def to(self, *args: Any, **kwargs: Any) -> Graphs:
+        return Graphs([nodes.to(*args, **kwargs) for nodes in self.nodes])
+
+    def tensor(self) -> Tensor:
+        return torch.cat(list(self.nodes))
+
+
+def of_graphs(batch: Graphs, sizes: Sequence[int]) -> list[Graphs]:
+    each = len(batch.nodes) // len(sizes)
+    return [Graphs(batch.nodes[first : first + each]) for first in range(0, len(batch.nodes), each)]
+
+
+@MEMORIES
+def test_ready_batches_of_objects_are_split_into_as_many_parts_as_are_asked_for(memory: str | None) -> None:
+    nodes = torch.stack(samples()).split(2)
+    plain, _ = train(
+        Graphs.tensor,
+        DataLoader([Graphs([each]) for each in nodes], batch_size=None),
+        "auto",
+        accumulate_grad_batches=4,
+    )
+    strategy = HarmonyStrategy(num_microbatches=4, split_batch=of_graphs, device_memory=memory, profile_cache=False)
+    data = DataLoader([Graphs(nodes[first : first + 4]) for first in range(0, len(nodes), 4)], batch_size=None)
+    harmony, said = train(Graphs.tensor, data, strategy)
+    assert said == []
+    assert set(harmony.rows) == {2}
+    assert torch.equal(weights(plain), weights(harmony))
+
+
 @pytest.mark.parametrize(
     ("split", "found"), [(lambda batch, sizes: batch, "a Tensor"), (lambda batch, sizes: [batch], "1 entries")]
 )
