@@ -142,10 +142,25 @@ def updated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_optimizers_that_are_stepped_by_hand_step_on_the_device(updated: list[str]) -> None:
+class HooksLate(ByHand):
+    """Registers a hook of an optimizer's steps within a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.optimizers()[0].optimizer.register_step_pre_hook(self.decay)
+        super().training_step(batch, batch_idx)
+
+    def decay(self, *_: Any) -> None:
+        with torch.no_grad():
+            for block in self.net.blocks.parameters():
+                block.mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", [ByHand, HooksLate])
+def test_optimizers_that_are_stepped_by_hand_step_on_the_device(kind: type[ByHand], updated: list[str]) -> None:
     found = []
     for strategy in ("auto", HarmonyStrategy(device_memory=CAPACITY, num_microbatches=1)):
-        module = ByHand()
+        module = kind()
         trainer = trainer_for(strategy, 6, [])
         trainer.fit(module, DataLoader(nets.tokens(), batch_size=8))
         states = [each.state_dict() for each in trainer.optimizers]
