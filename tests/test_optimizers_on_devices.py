@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
@@ -171,6 +172,39 @@ def test_optimizers_that_are_stepped_by_hand_step_on_the_device(kind: type[ByHan
         tensors = [[v.cpu() for s in each["state"].values() for v in s.values()] for each in (ours, theirs)]
         torch.testing.assert_close(*tensors, rtol=0, atol=0)
     assert set(updated) == {"AdamW", "SGD"}
+
+
+class HooksInAClosure(Net):
+    """Registers a hook, of one optimizer or all, while a step has begun: what comes before that step is past."""
+
+    is_global = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            optimizer = self.trainer.optimizers[0]
+            register = register_optimizer_step_pre_hook if self.is_global else optimizer.register_step_pre_hook
+            self.handle = register(self.decay)
+        return super().training_step(batch, batch_idx)
+
+    def decay(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.5)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("is_global", [False, True])
+def test_a_hook_that_comes_within_a_step_is_called_before_the_next(is_global: bool) -> None:
+    """It was called in the step that had begun."""
+    found = []
+    for strategy in ("auto", HarmonyStrategy(device_memory=CAPACITY, num_microbatches=1)):
+        torch.manual_seed(SEED)
+        module = HooksInAClosure(nets.Language(), OPTIMIZERS["AdamW"])
+        module.is_global = is_global
+        trainer_for(strategy, 4, [], gradient_clip_val=0.05).fit(module, DataLoader(nets.tokens(), batch_size=8))
+        module.handle.remove()
+        found.append(module.state_dict())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 class Looks(pl.Callback):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.updates.optimizer_twin import Clip, by_norm, by_value
@@ -67,11 +68,16 @@ class DeferredUpdate:
             return
 
         def ask(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if self.policy.why_on_host(optimizer) is not None:
+                self._engine.updater.postponed.finish()
+                return step(closure)
             with torch.enable_grad():
                 result = None if closure is None else closure()
             if self.policy.why_on_host(optimizer) is not None:
                 self._engine.updater.postponed.finish()
-                step()
+                # Hooks that came with the closure are too late for what precedes it.
+                with _emptied(optimizer._optimizer_step_pre_hooks), _emptied(_global_optimizer_pre_hooks):
+                    step()
                 return result
             waits = not self.may_wait or self.policy.why_at_once() is not None
             self._engine.updater.update_all(
@@ -118,6 +124,17 @@ class DeferredUpdate:
             _replaced(plugin, "clip_grad_by_value", clip_grad_by_value),
         ):
             yield
+
+
+@contextmanager
+def _emptied(hooks: dict[int, Any]) -> Iterator[None]:
+    """Within the context, there are none of some hooks."""
+    before = dict(hooks)
+    hooks.clear()
+    try:
+        yield
+    finally:
+        hooks.update(before)
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
