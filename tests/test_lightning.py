@@ -94,7 +94,9 @@ def test_the_strategy_trains_in_both_trees_as_one_process_with_one_device(tree: 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_the_old_tree_clips_averages_validates_saves_resumes_tests_predicts_and_refuses(tmp_path: Path) -> None:
+def test_the_old_tree_clips_averages_validates_saves_resumes_tests_and_predicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package, ours = import_module("pytorch_lightning"), import_module("lightning_harmony.pytorch_lightning")
     found = []
     for kind in ("plain", "harmony"):
@@ -114,6 +116,7 @@ def test_the_old_tree_clips_averages_validates_saves_resumes_tests_predicts_and_
         metrics = dict(trainer.callback_metrics)["val_loss"], *trainer.test(module, loader(), verbose=False)
         found.append((values(module), metrics, trainer.predict(module, loader())))
     assert_equal(found[1], found[0])
+    monkeypatch.setenv("MASTER_PORT", "29500")
     nodes = trainer_for("harmony", tree=package, num_nodes=2)
     assert (nodes.world_size, nodes.global_rank, nodes.num_nodes) == (2, 0, 2)
 

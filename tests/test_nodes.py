@@ -105,6 +105,11 @@ def test_other_processes_than_one_on_each_node_are_refused(
         pl.Trainer(strategy="harmony", accelerator="cpu", devices=1, num_nodes=2, plugins=[environment()], logger=False)
 
 
+def test_a_process_that_nothing_tells_of_others_does_not_wait_for_them() -> None:
+    with pytest.raises(ValueError, match=r"where the others are.*--nproc-per-node=1.*NODE_RANK"):
+        pl.Trainer(strategy="harmony", accelerator="cpu", devices=1, num_nodes=2, logger=False)
+
+
 def test_processes_that_a_trainer_does_not_know_of_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them used to train by itself, and to write the same checkpoints."""
     for name, value in {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():

@@ -52,7 +52,8 @@ def refuse_other_processes(num_nodes: int, environment: Any) -> None:
         environment: Lightning's, of the cluster; None if there is none.
 
     Raises:
-        ValueError: if a launcher started more than one process on a node, or others than one on each.
+        ValueError: if a launcher started more than one process on a node, or others than one on each, or none where there are
+            several.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if local > 1:
@@ -60,15 +61,23 @@ def refuse_other_processes(num_nodes: int, environment: Any) -> None:
             f"LOCAL_WORLD_SIZE={local}: strategy='harmony' runs all devices of a machine from one process; start it "
             "with plain `python` (or `torchrun --nproc-per-node=1`)"
         )
+    commands = (
+        f"`torchrun --nnodes={num_nodes} --nproc-per-node=1`, or `srun --nodes={num_nodes} --ntasks-per-node=1`, which start "
+        "one process on each node"
+    )
     if environment is None or not environment.creates_processes_externally:
+        if num_nodes > 1 and "MASTER_PORT" not in os.environ:
+            raise ValueError(
+                f"Trainer(strategy='harmony', num_nodes={num_nodes}): nothing tells this process where the others are. Use "
+                f"{commands}; or set MASTER_ADDR, MASTER_PORT and NODE_RANK"
+            )
         return
     number = environment.world_size()
     # Tasks of SLURM may be fits of their own.
     if number != num_nodes and (num_nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ):
         raise ValueError(
             f"{number} processes were started for Trainer(num_nodes={num_nodes}): strategy='harmony' needs one on each node, "
-            f"which runs all of its devices. Use `torchrun --nnodes={num_nodes} --nproc-per-node=1`, or `srun "
-            f"--nodes={num_nodes} --ntasks-per-node=1`"
+            f"which runs all of its devices. Use {commands}"
         )
 
 
