@@ -70,10 +70,11 @@ def test_nodes_train_as_with_ddp(tmp_path: Path) -> None:
         for way, trained in of_node[name].items():
             case = f"{name}, {way}, node {rank}"
             assert trained.pop("is swapped") is (way != "fits"), case
-            torch.testing.assert_close(trained, {key: plain[key] for key in trained}, rtol=0, atol=0, msg=case)
+            expected = {key: plain[key] for key in trained}
+            torch.testing.assert_close(trained, expected, rtol=0, atol=0, msg=f"{case}: {{}}".format)
         first, second = (each[name]["swapped"] for each in found)
         assert first["losses"] != second["losses"], name
-        torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0, msg=f"{name}: {{}}".format)
 
 
 def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:

@@ -344,8 +344,8 @@ class SeedNumPy(pl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.accumulate_grad_batches > 1:
             step, microbatch = divmod(trainer.fit_loop.epoch_loop.total_batch_idx, NUM_MICROBATCHES)
-            generator = np.random.RandomState(np.random.MT19937(stream_seed(SEED, step, microbatch)))
-            np.random.set_state(generator.get_state())
+            seed = stream_seed(SEED, step, microbatch)
+            np.random.seed([seed % 2**32, seed // 2**32])
 
 
 @pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "44KiB"), (2, "44KiB")])
