@@ -21,6 +21,7 @@ from lightning_harmony.engine.step.step import Listeners
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
 from lightning_harmony.held.held_state import Held, Kind
 from lightning_harmony.held.places import Places
+from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.lane_attributes import (
     KnownChanges,
     LaneAttributes,
@@ -33,6 +34,8 @@ from lightning_harmony.microbatches.step_undo import Undo, Versions
 from lightning_harmony.microbatches.watch import Watch
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
+
+_COLLECTIVE = "the step exchanges tensors with other nodes"
 
 
 class _Unsafe(Exception):
@@ -82,6 +85,7 @@ class Interleaving:
         engine = self._engine
         # Of a step that has failed.
         self._ends.finish()
+        self._num_collectives = num_collectives()
         if len(sizes) == 1:
             engine.notify(Listeners(on_call=self._elsewhere.begin()))
             forward(False)
@@ -114,7 +118,7 @@ class Interleaving:
         gc.collect()
         engine.abandon()
         self._attributes.undo()
-        if not undo.restore():
+        if not undo.restore() or self._is_collective():
             raise error or UnsupportedModelError(
                 f"microbatches took turns in a step, while {late}, and what they have changed cannot be taken back: use "
                 "HarmonyStrategy(num_microbatches=1), or pass it to layers as an argument"
@@ -206,9 +210,16 @@ class Interleaving:
                     raise _Unsafe(
                         f"layer {layer!r} reads weights for the first time that autocast alone had read before"
                     )
+                if self._is_collective():
+                    raise _Unsafe(f"{_COLLECTIVE} for the first time")
+            is_collective = self._is_collective()
         if engine.is_sequential:
             self._end_forward()
-            self._conclude(watch, len(sizes))
+            self._conclude(watch, len(sizes), is_collective)
+
+    def _is_collective(self) -> bool:
+        """Whether the step has exchanged anything with other processes."""
+        return num_collectives() != self._num_collectives
 
     def _new_watch(self) -> Watch:
         return Watch(self._model, self.places, self._buffers_between_layers, self._kept_by_trainer)
@@ -249,16 +260,18 @@ class Interleaving:
         )
         with logs, nullcontext() if watch is None else closing(watch):
             forward(False)
+            # Not what is logged, which follows.
+            is_collective = self._is_collective()
         self._end_forward()
         if watch is not None and before is not None:
             self._changing |= before.changed()
-            self._conclude(watch, len(sizes))
+            self._conclude(watch, len(sizes), is_collective)
 
     def _end_forward(self) -> None:
         if not self._engine.runs_whole:
             self._ends.end_forward()
 
-    def _conclude(self, watch: Watch, num_microbatches: int) -> None:
+    def _conclude(self, watch: Watch, num_microbatches: int, is_collective: bool) -> None:
         hazard, buffer = watch.conclude(self._known, num_microbatches), self._engine.buffer_of_several_visits()
         read = self._engine.step.read_buffer
         self._is_shown = True
@@ -273,6 +286,9 @@ class Interleaving:
         elif read is not None:
             found = f"{read} is read outside of its layer, where others that took turns would have changed it"
             self.end(found, num_microbatches, "return it from the layer's call")
+        elif is_collective:
+            found = f"{_COLLECTIVE}, which would take turns in another order"
+            self.end(found, num_microbatches, "do that in a hook")
 
     def _refuse_turns(self, hazard: str, num_microbatches: int) -> None:
         found = f"{hazard}, where others that took turns would find it so"
