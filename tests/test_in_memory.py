@@ -555,6 +555,23 @@ def test_a_step_that_cannot_be_undone_is_refused_with_the_way_out() -> None:
 
 
 @pytest.mark.cpu
+def test_a_step_that_changes_parameters_and_does_not_fit_is_refused() -> None:
+    """It used to run again, and to change them twice."""
+
+    class Shrinking(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            for parameter in self.parameters():
+                parameter.data.mul_(0.9)
+            return self.loss(batch)
+
+    strategy = HarmonyStrategy(device_memory=lasting_bytes(Model()) + 1024)
+    with pytest.raises(
+        CapacityError, match=r"cannot be undone, as it changes parameter .*HarmonyStrategy\(device_memory="
+    ):
+        fit(Shrinking(), strategy, samples(), BATCH, num_sanity_val_steps=0)
+
+
+@pytest.mark.cpu
 def test_evaluation_goes_over_to_swapping_where_a_batch_does_not_fit() -> None:
     module = Model()
     weights = lasting_bytes(module) // 4

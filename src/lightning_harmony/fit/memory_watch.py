@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.structures.checksum import checksum
+from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.fit.lasting_bytes import LastingBytes
 from lightning_harmony.fit.user_steps import num_elements
@@ -62,10 +65,11 @@ class MemoryWatch:
 
         Raises:
             DoesNotFit: if there is no room for the batch.
+            CapacityError: if there is none, and the step has changed parameters, of which nobody keeps a copy.
         """
         device, capacity = self.device, self.device.capacity_bytes
         assert capacity is not None
-        before = Snapshot(self.trainer, [device])
+        before, parameters = Snapshot(self.trainer, [device]), self._checksums()
         error: str | None = None
         try:
             with self._counting() as most:
@@ -83,6 +87,10 @@ class MemoryWatch:
         # Not within the except clause: the error's frames hold what the attempt has allocated.
         gc.collect()
         left = before.restore()
+        now = self._checksums()
+        changed = next((name for name, sums in parameters.items() if not all(map(torch.equal, sums, now[name]))), None)
+        if changed is not None:
+            raise self._cannot_undo(f"changes parameter {changed!r}", error)
         raise DoesNotFit(
             f"a batch does not fit into {format_bytes(capacity)} beside {format_bytes(self.lasting.total)} of weights, "
             f"gradients and optimizer state ({error}){left}"
@@ -128,10 +136,20 @@ class MemoryWatch:
             if most() > capacity:
                 raise torch.OutOfMemoryError(f"{format_bytes(most())} were needed")
         except torch.OutOfMemoryError as error:
-            less = format_bytes(self.lasting.total * 9 // 10)
-            raise CapacityError(
-                f"a batch exceeds the device's memory of {format_bytes(capacity)} beside {format_bytes(self.lasting.total)} "
-                "of weights, gradients and optimizer state. The step cannot be undone, as it optimizes or fetches batches "
-                "itself, or hooks between forward and backward are overridden. Use smaller batches, or have layers swapped "
-                f"from the start by giving less than that: HarmonyStrategy(device_memory={less!r}) ({error})"
-            ) from error
+            does = "optimizes or fetches batches itself, or hooks between forward and backward are overridden"
+            raise self._cannot_undo(does, error) from error
+
+    def _checksums(self) -> dict[str, list[Tensor]]:
+        """What tells of each parameter whether its bits change, on the host. No version tells of changes through `data`."""
+        named = self.trainer.lightning_module.named_parameters()
+        return {name: [checksum(part).cpu() for part in parts_of(each)] for name, each in named}
+
+    def _cannot_undo(self, does: str, error: object) -> CapacityError:
+        capacity = self.device.capacity_bytes
+        assert capacity is not None
+        less = format_bytes(self.lasting.total * 9 // 10)
+        return CapacityError(
+            f"a batch exceeds the device's memory of {format_bytes(capacity)} beside {format_bytes(self.lasting.total)} "
+            f"of weights, gradients and optimizer state. The step cannot be undone, as it {does}. Use smaller batches, or "
+            f"have layers swapped from the start by giving less than that: HarmonyStrategy(device_memory={less!r}) ({error})"
+        )
