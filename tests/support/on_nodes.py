@@ -77,6 +77,14 @@ class Gathered(Net):
         return inputs
 
 
+class Early(Net):
+    """Tells the other node of its step before it computes, which one of them does twice where its batch does not fit."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        self.log("step", float(self.global_step), sync_dist=True, on_step=True)
+        return self.loss(batch[0])
+
+
 class ByHand(Net):
     """Optimizes manually, with two optimizers."""
 
@@ -135,6 +143,7 @@ CASES = {
     "accumulated": Case(Net, accumulates=2),
     "normalized": Case(Normalized, microbatches=1),
     "gathered": Case(Gathered, memory=("14KiB", None)),
+    "early": Case(Early, microbatches=1, memory=(None, "23KiB")),
     "by_hand": Case(ByHand, microbatches=1, memory=("10KiB", "10KiB")),
     "narrow": Case(Net, options={"precision": "bf16-mixed"}),
 }

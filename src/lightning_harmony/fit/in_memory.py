@@ -208,7 +208,8 @@ class InMemory:
         rest, weights = args[1:], self.settings.weights(sizes)
         batches = self.trainer.accumulate_grad_batches
         shared = UnchangedBatch(parts)
-        logs = MicrobatchLogs(compat.logged_results(self.trainer), sizes) if len(sizes) > 1 else None
+        is_held_back = len(sizes) > 1 or self.trainer.world_size > 1
+        logs = MicrobatchLogs(compat.logged_results(self.trainer), sizes) if is_held_back else None
         zeroed = self._zeroed() if predicts else []
         outputs: list[Any] = []
         losses: list[Tensor] = []

@@ -18,6 +18,7 @@ from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.fit.lasting_bytes import LastingBytes
 from lightning_harmony.fit.user_steps import num_elements
+from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.plan.values.memory_size import format_bytes
 
@@ -65,11 +66,12 @@ class MemoryWatch:
 
         Raises:
             DoesNotFit: if there is no room for the batch.
-            CapacityError: if there is none, and the step has changed parameters, of which nobody keeps a copy.
+            CapacityError: if there is none, and the step has changed parameters, of which nobody keeps a copy, or has taken
+                part in what other nodes do.
         """
         device, capacity = self.device, self.device.capacity_bytes
         assert capacity is not None
-        before, parameters = Snapshot(self.trainer, [device]), self._checksums()
+        before, parameters, collectives = Snapshot(self.trainer, [device]), self._checksums(), num_collectives()
         error: str | None = None
         try:
             with self._counting() as most:
@@ -86,6 +88,8 @@ class MemoryWatch:
             error = str(shortage)
         # Not within the except clause: the error's frames hold what the attempt has allocated.
         gc.collect()
+        if num_collectives() != collectives:
+            raise self._cannot_undo("exchanges tensors with other nodes", error)
         left = before.restore()
         now = self._checksums()
         changed = next((name for name, sums in parameters.items() if not all(map(torch.equal, sums, now[name]))), None)

@@ -27,6 +27,7 @@ from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.fit.unchanged import UnchangedBatch, UnchangedParameters
 from lightning_harmony.fit.user_steps import TrainingStep, before_accumulation, run_without_backward
 from lightning_harmony.held.optimizer_readers import OptimizerReaders, scheduler_reader
+from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.interleaving import Interleaving
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.split_check import SplitCheck
@@ -102,13 +103,14 @@ class Training:
             before = None
             if self.settings.leaves_number and self.engine.measures(_largest(steps), is_training=True):
                 before = Snapshot(self.trainer, self.engine.devices)
+            collectives = num_collectives()
             try:
                 output = self._run_split(sizes, parts, steps)
                 break
             except CapacityError:
-                # A parameter that the step has changed would be changed once more.
-                is_changed = self.engine.step.changed_parameter is not None
-                if before is None or is_changed or not self._split_further(args[0], len(sizes)):
+                # A parameter that the step has changed would be changed once more, and other nodes do not begin anew.
+                is_lasting = self.engine.step.changed_parameter is not None or num_collectives() != collectives
+                if before is None or is_lasting or not self._split_further(args[0], len(sizes)):
                     raise
             # Not within the except clause: the error's frames hold what the attempt has allocated.
             del parts, steps

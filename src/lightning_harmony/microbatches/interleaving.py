@@ -88,7 +88,9 @@ class Interleaving:
         self._num_collectives = num_collectives()
         if len(sizes) == 1:
             engine.notify(Listeners(on_call=self._elsewhere.begin()))
-            forward(False)
+            has_others = self._trainer.world_size > 1
+            with MicrobatchLogs(compat.logged_results(self._trainer), sizes) if has_others else nullcontext():
+                forward(False)
             return
         if not self.is_earned:
             self._run_in_sequence(forward, sizes)

@@ -1,7 +1,8 @@
 """Merging what `self.log` is told by microbatches into what one step over the whole batch would have logged.
 
 By itself, Lightning would keep the last microbatch's value as the step's, and weigh every microbatch's by the size of the
-whole batch in the epoch's. So the calls are held back while the microbatches run, and then made once each.
+whole batch in the epoch's. So the calls are held back while the microbatches run, and then made once each. A step that
+is undone has not logged: other nodes, to which `sync_dist=True` sends values, need not undo theirs.
 """
 
 from __future__ import annotations
@@ -164,8 +165,8 @@ class MicrobatchLogs:
     def _batch_size(self, calls: list[_Call]) -> Any:
         """Return the batch size that the step over the whole batch would have logged with."""
         if all(call.batch_size is None for call in calls):
-            # The whole batch's, also when only some microbatches logged.
-            return sum(self._sizes)
+            # The whole batch's, also when only some microbatches logged. Of one that is not split, Lightning knows it.
+            return sum(self._sizes) if len(self._sizes) > 1 else None
         return sum(_on_one_device([call.weight for call in calls]))
 
 
