@@ -23,7 +23,7 @@ FITS = harmony.fits
 
 
 class Net(pl.LightningModule):
-    """Has layers, one of which some nodes do not use, and dropout."""
+    """Has layers, one of which some nodes do not use."""
 
     def __init__(self) -> None:
         super().__init__()
