@@ -28,6 +28,7 @@ OF_OTHERS = {
     *("_C", "_BatchNorm", "_apply", "_backward_hooks", "_buffers", "_compiled_call_impl", "_modules", "_parameters"),
     *("_growth_tracker", "_lazy_init_scale_growth_tracker", "_scale", "_step_supports_amp_scaling"),
     *("_cdata", "_current_graph_task_id", "_current_level", "_data", "_opt_called", "_version", "_wrapped_by_lr_sched"),
+    *("_device_types", "_get_backend", "_get_sequence_number_for_group", "_world"),
     *("_from_config", "_getframe", "_lock", "_optimizer_step_pre_hooks", "_replace", "_value"),
 }
 
