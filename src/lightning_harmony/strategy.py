@@ -195,7 +195,7 @@ class StrategyMixin(GivenOptimizers):
         self.accelerator.setup(trainer)
         if self.is_distributed:
             refuse_batch_norm_over_nodes(self._layer_sync)
-            take_from_first_node([*self._module.parameters(), *self._module.buffers()])
+            take_from_first_node([*self._module.parameters(), *self._module.buffers()], self.root_device)
         self.model = self.precision_plugin.convert_module(self.model)
         devices = self._settings.open_devices(self._torch_devices)
         trains, has_optimizers = trainer.state.fn == "fit", False
@@ -330,7 +330,7 @@ class StrategyMixin(GivenOptimizers):
         """
         if self.is_distributed and self._module.trainer.state.fn == "fit":
             # Layers may have changed them by what each node has seen: as DDP does, all go on from the first one's.
-            take_from_first_node(self._module.buffers())
+            take_from_first_node(self._module.buffers(), self.root_device)
         try:
             if self._in_memory is not None:
                 try:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
+from lightning_harmony.engine.replicas.flat_pieces import in_pieces
 from lightning_harmony.engine.structures.parts import parts_of
+from lightning_harmony.engine.structures.strides import assign
 from lightning_harmony.errors import UnsupportedModelError
 
 # What is sent at once, and how many of that are under way. One is added up while another one comes from the host.
-_BUCKET_BYTES, _MOST_UNDER_WAY = 64 << 20, 2
+_PIECE_BYTES, _MOST_UNDER_WAY = 64 << 20, 2
 
 
 def average_behind(loss: Tensor, parameters: Sequence[nn.Parameter], device: torch.device, *, by_hand: bool) -> None:
@@ -73,8 +75,8 @@ def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) 
         UnsupportedModelError: if a gradient is sparse.
     """
     under_way: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
-    for gradients in _buckets([_gradient(parameter) for parameter in parameters]):
-        flat = torch.cat([gradient.detach().to(device, non_blocking=True).reshape(-1) for gradient in gradients])
+    for gradients in _pieces(map(_gradient, parameters)):
+        flat = _flat(gradients, device)
         # Before they are added, as DDP does: the sum of large ones in 16 bits would be infinite.
         flat.div_(distributed.get_world_size())
         under_way.append((distributed.all_reduce(flat, async_op=True), flat, gradients))
@@ -95,33 +97,53 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return gradient
 
 
-def _buckets(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Gradients in shares that are sent at once, each of one type."""
-    shares: defaultdict[torch.dtype, list[list[Tensor]]] = defaultdict(lambda: [[]])
-    for gradient in gradients:
-        of_type = shares[gradient.dtype]
-        if of_type[-1] and sum(each.nbytes for each in of_type[-1]) + gradient.nbytes > _BUCKET_BYTES:
-            of_type.append([])
-        of_type[-1].append(gradient)
-    return [share for of_type in shares.values() for share in of_type]
-
-
 def _end(work: Any, flat: Tensor, gradients: Sequence[Tensor]) -> None:
     """Bring what has been added up to where the gradients are."""
     work.wait()
     with torch.no_grad():
-        for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-            gradient.copy_(mean.view(gradient.shape))
+        for gradient, mean in zip(gradients, _views_like(gradients, flat), strict=True):
+            gradient.copy_(mean)
 
 
-def take_from_first_node(tensors: Iterable[Tensor]) -> None:
-    """Have parameters or buffers as the first node has them."""
-    for tensor in tensors:
-        for part in parts_of(tensor):
-            # A copy: whoever keeps what is in a tensor sees by its version that it is another one.
-            sent = part.detach().clone(memory_format=torch.contiguous_format)
-            # As bytes: not each backend knows each type.
-            distributed.broadcast(sent.reshape(-1).view(torch.uint8), 0)
-            if not torch.equal(sent, part):
+def take_from_first_node(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Have parameters or buffers as the first node has them.
+
+    Args:
+        tensors: the same ones in the same order on all nodes, wherever each has them.
+        device: by way of which they are sent.
+    """
+    for parts in _pieces(part for tensor in tensors for part in parts_of(tensor)):
+        sent = _flat(parts, device)
+        # As bytes: not each backend knows each type.
+        as_bytes = sent.view(torch.uint8)
+        before = as_bytes.clone()
+        distributed.broadcast(as_bytes, 0)
+        if torch.equal(as_bytes, before):
+            continue
+        for part, own, other in zip(
+            parts, _views_like(parts, before.view(sent.dtype)), _views_like(parts, sent), strict=True
+        ):
+            # Not of those that are as they were: whoever keeps what is in a tensor sees by its version that it is another one.
+            if not torch.equal(own, other):
                 with torch.no_grad():
-                    part.copy_(sent)
+                    assign(part, other)
+
+
+def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors in pieces that are sent at once, each of one type."""
+    of_types: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        of_types[tensor.dtype].append(tensor)
+    for of_type in of_types.values():
+        yield from in_pieces(of_type, _PIECE_BYTES)
+
+
+def _flat(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The elements of tensors, one behind the other, on a device."""
+    return torch.cat([tensor.detach().to(device, non_blocking=True).reshape(-1) for tensor in tensors])
+
+
+def _views_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """What lies so, in the shapes of tensors."""
+    numbers = [tensor.numel() for tensor in tensors]
+    return [view.view(tensor.shape) for view, tensor in zip(flat.split(numbers), tensors, strict=True)]

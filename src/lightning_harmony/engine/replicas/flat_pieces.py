@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import torch
@@ -23,12 +23,9 @@ class FlatPieces:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._pieces: list[tuple[dict[int, Slot], int]] = []
-        first = 0
-        while first < len(tensors):
-            number = _num_together(tensors[first:])
-            slots, num_bytes = lay_out(tensors[first : first + number])
+        for together in in_pieces(tensors, PIECE_BYTES):
+            slots, num_bytes = lay_out(together)
             self._pieces.append((dict(enumerate(slots)), num_bytes))
-            first += number
 
     def buffers(self, device: torch.device) -> list[Tensor]:
         """Memory for all pieces."""
@@ -54,11 +51,15 @@ class FlatPieces:
         return (list(islice(rest, len(slots))) for slots, _ in self._pieces)
 
 
-def _num_together(tensors: Sequence[Tensor]) -> int:
-    """How many tensors make a piece."""
+def in_pieces(tensors: Iterable[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
+    """Tensors, in their order, in pieces of at most so many bytes, or of one that has more."""
+    piece: list[Tensor] = []
     num_bytes = 0
-    for number, tensor in enumerate(tensors):
+    for tensor in tensors:
+        if piece and num_bytes + tensor.nbytes > most_bytes:
+            yield piece
+            piece, num_bytes = [], 0
+        piece.append(tensor)
         num_bytes += tensor.nbytes
-        if num_bytes > PIECE_BYTES:
-            return max(number, 1)
-    return len(tensors)
+    if piece:
+        yield piece
