@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -528,19 +529,25 @@ def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> N
     assert_same_training(Net(kind(does)), samples(40), batch_size=8, updates=updates)
 
 
-def test_metrics_count_each_microbatch_of_a_step_that_is_run_again_once(caplog: pytest.LogCaptureFixture) -> None:
-    left: list[list[float]] = []
+def trained_on_both_sides(make: Any, num_steps: int, data: Any) -> Iterator[Any]:
+    """A network, as plain Lightning leaves it that has microbatches as its batches, and as harmony does."""
     for strategy, size, number in (
         ("auto", 2, 4),
         (HarmonyStrategy(device_memory=room("44KiB"), num_microbatches=4, profile_cache=False), 8, 1),
     ):
         torch.manual_seed(0)
-        module = Net(WithMetrics(number_on_the_module))
-        trainer = trainer_for(strategy, 4, [], accumulate_grad_batches=number)
-        with caplog.at_level("INFO"):
-            trainer.fit(module, torch.utils.data.DataLoader(samples(32), batch_size=size))
-        total, every = module.net.total, module.net.all
-        left.append([float(total.compute()), *map(float, every.compute()), total.update_count, every.update_count])
+        module = Net(make())
+        trainer = trainer_for(strategy, num_steps, [], accumulate_grad_batches=number)
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=size))
+        yield module.net
+
+
+def test_metrics_count_each_microbatch_of_a_step_that_is_run_again_once(caplog: pytest.LogCaptureFixture) -> None:
+    left: list[list[float]] = []
+    with caplog.at_level("INFO"):
+        for net in trained_on_both_sides(partial(WithMetrics, number_on_the_module), 4, samples(32)):
+            total, every = net.total, net.all
+            left.append([float(total.compute()), *map(float, every.compute()), total.update_count, every.update_count])
     assert ONE_AFTER_THE_OTHER in caplog.text
     assert len(left[0]) == 19
     assert left[0] == left[1]
@@ -548,16 +555,10 @@ def test_metrics_count_each_microbatch_of_a_step_that_is_run_again_once(caplog: 
 
 def test_what_each_layer_adds_is_in_the_order_of_microbatches() -> None:
     """In lists, and in lists of a dict, which had microbatches run one after the other."""
-    left: list[list[float]] = []
-    for strategy, size, number in (
-        ("auto", 2, 4),
-        (HarmonyStrategy(device_memory=room("44KiB"), num_microbatches=4, profile_cache=False), 8, 1),
-    ):
-        torch.manual_seed(0)
-        module = Net(Does(adds_for_each_layer))
-        trainer = trainer_for(strategy, 3, [], accumulate_grad_batches=number)
-        trainer.fit(module, torch.utils.data.DataLoader(samples(), batch_size=size))
-        left.append([*module.net.factors, *module.net.by_layer["layer 0"], *module.net.by_layer["layer 1"]])
+    left = [
+        [*net.factors, *net.by_layer["layer 0"], *net.by_layer["layer 1"]]
+        for net in trained_on_both_sides(partial(Does, adds_for_each_layer), 3, samples())
+    ]
     assert len(left[0]) == 72
     assert left[0] == left[1]
 
