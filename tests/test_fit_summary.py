@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,13 @@ pytestmark = [
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(LightningTree, "show", lambda self, message: found.append(message))
+    return found
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(LightningTree, "info", lambda self, message: found.append(message))
     return found
 
 
@@ -231,26 +240,52 @@ def test_packs_are_written_as_ranges() -> None:
 
 
 class Looks(pl.Callback):
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.seen = next(module.parameters()).sum()
+
+
+class Times(pl.Callback):
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.times.append(time.perf_counter())
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize(("options", "tells_of_gradients"), [({}, True), ({"gradient_clip_val": 0.1}, False)])
-def test_a_callback_that_ends_the_overlap_of_updates_is_named(
-    said: list[str], options: dict[str, Any], tells_of_gradients: bool
-) -> None:
-    fit(callbacks=[Looks()], **options)
-    assert re.search(
-        r"no overlap +Each update ends before the next batch: callback Looks has on_train_batch_end", said[1]
-    )
-    assert ("p.grad is None" in said[1]) == tells_of_gradients
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}], ids=["outlasting", "postponed"])
+def test_a_callback_that_ends_the_overlap_of_updates_is_named(told: list[str], options: dict[str, Any]) -> None:
+    fit(callbacks=[Looks()], max_epochs=2, **options)
+    looks = "Looks.on_train_batch_end looks at parameters"
+    assert any(f"each update ends before the next batch: {looks}" in message for message in told)
+
+
+def any_gradient(module: Any) -> bool:
+    return any(parameter.grad is not None for parameter in module.parameters())
+
+
+class LooksForGradients(pl.Callback):
+    """Its own code names none."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.found = any_gradient(module)
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("callback", [lambda: Timer({"hours": 1}), lambda: LearningRateMonitor("step")])
-def test_callbacks_of_lightning_do_not_end_the_overlap(
-    callback: Callable[[], pl.Callback], said: list[str], tmp_path: Path
+@pytest.mark.parametrize(("update", "finds"), [("auto", False), ("deferred", True)])
+def test_who_finds_no_gradients_is_told_why(update: Any, finds: bool) -> None:
+    callback = LooksForGradients()
+    finds_none = "LooksForGradients.on_train_batch_end finds no gradients"
+    with nullcontext() if finds else pytest.warns(UserWarning, match=finds_none) as warned:
+        fit(callbacks=[callback], strategy=harmony(update=update), max_epochs=2)
+    assert callback.found is finds
+    assert finds or len([each for each in warned or () if finds_none in str(each.message)]) == 1
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("callback", [lambda: Timer({"hours": 1}), lambda: LearningRateMonitor("step"), Times])
+def test_callbacks_that_do_not_look_do_not_end_the_overlap(
+    callback: Callable[[], pl.Callback], said: list[str], told: list[str], tmp_path: Path
 ) -> None:
-    fit(callbacks=[callback()], logger=CSVLogger(tmp_path), log_every_n_steps=1)
-    assert "no overlap" not in said[1]
+    fit(callbacks=[callback()], logger=CSVLogger(tmp_path), log_every_n_steps=1, max_epochs=2)
+    assert not any("no overlap" in message for message in [*said, *told])

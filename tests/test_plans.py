@@ -117,10 +117,14 @@ class TestProfile:
 
         monkeypatch.setattr(UpdateSpeeds, "note", told)
         plans: list[Plan] = []
-        look = Reports()
-        look.on_train_batch_start = lambda trainer, *args: plans.append(trainer.strategy.plan)  # type: ignore[method-assign]
+
+        class Look(Reports):
+            def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
+                plans.append(trainer.strategy.plan)
+                next(module.parameters()).clone()
+
         strategy = HarmonyStrategy(device_memory="96KiB", num_microbatches=4, profile_cache=False)
-        trainer = trainer_for(strategy, 8, [look], devices=1)
+        trainer = trainer_for(strategy, 8, [Look()], devices=1)
         trainer.fit(build(), DataLoader(nets.tokens(64), batch_size=8))
         foreseen = {
             plan.profile.machine.update_bytes_per_second: plan.predicted.seconds
@@ -136,7 +140,12 @@ class TestProfile:
     @pytest.mark.parametrize("looks", [False, True])
     def test_whether_updates_may_outlast_their_step_is_part_of_it(self, looks: bool) -> None:
         strategy = HarmonyStrategy(device_memory="96KiB", num_microbatches=4, profile_cache=False)
-        callbacks: list[pl.Callback] = [Reports()] if looks else []
+
+        class Look(pl.Callback):
+            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+                next(module.parameters()).clone()
+
+        callbacks: list[pl.Callback] = [Look()] if looks else []
         trainer = trainer_for(strategy, 8, callbacks, devices=1)
         trainer.fit(build(), DataLoader(nets.tokens(64), batch_size=8))
         assert strategy.plan is not None

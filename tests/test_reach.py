@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from types import CellType
 from typing import Any
@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_harmony.updating.reach import reaches
+from lightning_harmony.updating.reach import reaches as reaches_wanted
+
+
+def reaches(start: Any, wanted: Collection[Any], **options: Any) -> bool:
+    return reaches_wanted(start, lambda each: any(each is one for one in wanted), **options)
 
 
 class Holder:

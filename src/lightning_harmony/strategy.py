@@ -237,7 +237,7 @@ class StrategyMixin(GivenOptimizers):
             if sets_up_optimizers:
                 self.setup_optimizers(trainer)
             self._swapped.training.start()
-            self._loop_ends.begin(trainer, after_batch=self._release_signals, after_epoch=self._finish_update)
+            self._loop_ends.begin(trainer, after_batch=self._release_signals, after_epoch=self._swapped.end_epoch)
 
     def _leave_memory(self, reason: DoesNotFit) -> None:
         """A batch does not fit beside the model: have layers swapped for the rest."""

@@ -96,7 +96,9 @@ class Swapped:
         self._closing.callback(engine.close)
         policy = UpdatePolicy(tree, trainer, engine, settings.update)
         # Who has asked for optimizers may have kept them.
-        policy.was_asked = summary is not None and self.training.deferred.policy.was_asked
+        if summary is not None:
+            before = self.training.deferred.policy
+            policy.was_asked, policy.was_asked_between = before.was_asked, before.was_asked_between
         deferred = DeferredUpdate(policy, engine)
         summary = FitSummary(tree, trainer, engine) if summary is None else replace(summary, engine=engine)
         self.training = Training(tree, trainer, engine, settings, deferred, self._split_check, self._reports, summary)
@@ -104,6 +106,7 @@ class Swapped:
 
     def catch_up(self) -> None:
         """Before a step, see to what was changed since the last one: other parameters need another set-up."""
+        self._leave_lookout()
         if self.engine.is_outdated():
             before = self.engine
             self.finish_update()
@@ -118,6 +121,15 @@ class Swapped:
             self._use(engine, self.training.summary)
         self.engine.catch_up()
 
+    def _leave_lookout(self) -> None:
+        """What comes next is code of our own."""
+        self.training.deferred.policy.lookout.leave()
+
+    def end_epoch(self) -> None:
+        """No further batch follows in this epoch: what runs now, and processes that it starts, finds updates done."""
+        self._leave_lookout()
+        self.finish_update()
+
     def finish_update(self) -> None:
         """See to it that all parameters and the optimizer's state are those after the last step."""
         self.engine.updater.postponed.finish()
@@ -125,6 +137,7 @@ class Swapped:
 
     def end(self) -> None:
         """Give the module back as an ordinary one on the host. Signals are still held if they were."""
+        self._leave_lookout()
         self._lasting.end()
         self._closing.close()
         self._disk.close()
@@ -139,6 +152,7 @@ class Swapped:
             args: the batch and its number, and perhaps more.
             kwargs: more of the same.
         """
+        self._leave_lookout()
         self.signals.hold()
         self._lasting.begin_step()
         is_first = self._module.automatic_optimization and not self.engine.has_succeeded
@@ -163,6 +177,7 @@ class Swapped:
         self.catch_up()
         with self.signals.held():
             output = self._evaluation.run(name, step, args, kwargs)
+        self.training.deferred.policy.look_again()
         key_by_parameters(self._trainer.optimizers)
         return output
 

@@ -144,7 +144,7 @@ class Training:
             policy.step_reader = scheduler_reader(schedulers, optimizers)
         if policy.step_reader is not None:
             self.engine.updater.postponed.finish()
-            self.summary.show_late_reader(policy)
+        self.summary.show_late_reader(policy)
 
     def give_optimizers(self) -> None:
         """The user's code asks for optimizers: their state is that after the last step.
@@ -154,6 +154,7 @@ class Training:
         """
         self.engine.updater.postponed.finish()
         self.deferred.policy.was_asked = True
+        self.deferred.policy.was_asked_between |= not self.engine.is_running
         is_in_backward = torch._C._current_graph_task_id() != -1
         if not is_in_backward and layer_of_caller() is None:
             return
@@ -327,6 +328,7 @@ class Training:
                 requested=requested,
                 clip=by_value(limit) if limit else None,
                 may_outlast=policy.why_at_once() is None,
+                others_outlast=policy.why_never_later() is None,
                 state_may_stay=policy.hides_state(),
             )
         else:

@@ -34,6 +34,7 @@ class FitSummary:
     engine: Executor
     _has_shown_plan: bool = False
     _has_named_reader: bool = False
+    _has_named_gradient: bool = False
 
     def show_start(self, *, runs_alone: bool) -> None:
         """A fit begins.
@@ -65,11 +66,18 @@ class FitSummary:
             )
 
     def show_late_reader(self, policy: UpdatePolicy) -> None:
-        """A step begins: say what ends the overlap of updates, if the plan was shown and named nothing that did.
+        """A step begins: say who misses gradients, and what ends the overlap of updates, if the plan named nothing that did.
 
         Args:
             policy: tells.
         """
+        misses = policy.lookout.misses_gradient
+        if misses is not None and not self._has_named_gradient and policy.choose()[0] == "just-in-time":
+            self._has_named_gradient = True
+            self.tree.warn(
+                f"{misses} finds no gradients: each is used up by the update of its pack, within the backward. "
+                'HarmonyStrategy(update="deferred") keeps them until they are zeroed'
+            )
         if not self._has_shown_plan or self._has_named_reader:
             return
         seen = policy.why_never_later()
@@ -132,8 +140,6 @@ def describe_plan(
         facts.insert(0, ("one by one", "Microbatches run one after the other, which no plan predicts"))
     if seen is not None:
         facts.append(("no overlap", f"Each update ends before the next batch: {seen}"))
-        if update == "just-in-time":
-            facts.append(("p.grad is None", 'After a step; HarmonyStrategy(update="deferred") keeps gradients'))
     if prediction is not None:
         capacities = [device.capacity_bytes for device in engine.devices]
         peaks = zip(prediction.peak_bytes, capacities, strict=True)

@@ -39,6 +39,10 @@ class LightningTree:
         own = getattr(owner, hook, None)
         return own is not None and getattr(own, "__func__", own) not in [getattr(base, hook, None) for base in bases]
 
+    def calls_hooks(self, module: str) -> bool:
+        """Whether a module of Python, given its name, is one of Lightning's that call hooks of others."""
+        return module.startswith((f"{self.name}.trainer.", f"{self.name}.loops."))
+
     def takes_iterator(self, step: Any) -> bool:
         """Whether a step fetches its batches itself."""
         signature = self.part("utilities.signature_utils")

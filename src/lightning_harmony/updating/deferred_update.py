@@ -14,6 +14,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.updates.optimizer_twin import Clip, by_norm, by_value
+from lightning_harmony.updating.hooks import end_of_batches
 from lightning_harmony.updating.update_policy import UpdatePolicy
 
 
@@ -43,11 +44,19 @@ class DeferredUpdate:
             yield
             return
         self.may_wait, self._clip = self.policy.choose()[0] == "deferred", None
+        # Before the step counts.
+        another_follows = end_of_batches(self.policy.trainer) is None
         try:
             with self._clipping(), self._stepping(optimizer) if self.may_wait else nullcontext():
                 yield
+        except BaseException:
+            # Whoever hears of the error may look at parameters.
+            self._engine.updater.postponed.drain()
+            raise
         finally:
             self.may_wait, self._clip = False, None
+        if another_follows or self._engine.updater.postponed.goes_on:
+            self.policy.lookout.keep(self.policy.trainer.lightning_module.parameters())
 
     @contextmanager
     def by_hand(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:

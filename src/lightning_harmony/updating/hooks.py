@@ -29,20 +29,8 @@ _CALLBACK_HOOKS_WITH_OPTIMIZER = ("on_before_zero_grad", "on_before_optimizer_st
 # Between a step of the optimizer and the next backward, gradients are still there, unless each pack's went with its update.
 _HOOKS_AFTER = ("on_train_batch_end", "on_train_epoch_end", "on_train_batch_start", "on_before_zero_grad")
 _GRADIENTS = frozenset({"grad", "grad_norm", "clip_grad_norm_", "clip_grad_value_", "get_total_norm"})
-# Hooks between a step of the optimizer and the next training_step: what overrides them may look at parameters, so that a
-# deferred update must be over before. `optimizer_step` goes on after it has called the optimizer.
-_DATA_HOOKS_BETWEEN = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_MODULE_HOOKS_BETWEEN = (
-    "optimizer_step", "lr_scheduler_step", "on_train_batch_end", "on_train_batch_start", *_DATA_HOOKS_BETWEEN,
-)  # fmt: skip
-_CALLBACK_HOOKS_BETWEEN = ("on_train_batch_end", "on_train_batch_start", "on_exception")
 # Hooks between the forward of a batch and its backward. An overridden `backward` may do something before it calls Lightning's.
 _HOOKS_BETWEEN_PASSES = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward")
-# Lightning's own callbacks that look at none in these, or only through the strategy when they save.
-_BLIND_CALLBACKS = frozenset({
-    "ProgressBar", "TQDMProgressBar", "RichProgressBar", "LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor",
-    "ModelCheckpoint", "OnExceptionCheckpoint", "SpikeDetection", "Timer",
-})  # fmt: skip
 
 
 def savers_on_exception(tree: LightningTree, trainer: Any) -> list[str]:
@@ -54,7 +42,7 @@ def savers_on_exception(tree: LightningTree, trainer: Any) -> list[str]:
         and (
             type(callback).__name__ == "OnExceptionCheckpoint"
             or getattr(callback, "save_on_exception", False)
-            or not _is_blind(tree, callback, "on_exception")
+            or not _is_lightnings(tree, callback, "on_exception")
         )
     ]
     return named + _overridden(tree, trainer.datamodule, ("on_exception",))
@@ -126,28 +114,18 @@ def between_passes(tree: LightningTree, trainer: Any) -> list[str]:
     return [found for owner in owners for found in _overridden(tree, owner, _HOOKS_BETWEEN_PASSES)]
 
 
-def onlooker(tree: LightningTree, trainer: Any) -> str | None:
-    """Code of the user's, or of a callback, that runs between two training batches; None if there is none."""
-    overridden = _overridden(tree, trainer.lightning_module, _MODULE_HOOKS_BETWEEN) + _own_steps(tree, trainer)
-    overridden += _overridden(tree, trainer.datamodule, (*_DATA_HOOKS_BETWEEN, "on_exception"))
-    if overridden:
-        return overridden[0]
-    for callback in trainer.callbacks:
-        for hook in _CALLBACK_HOOKS_BETWEEN:
-            if tree.overrides(callback, hook) and not _is_blind(tree, callback, hook):
-                return f"callback {type(callback).__name__} has {hook}"
-    return None
+def has_optimizer_after_step(tree: LightningTree, trainer: Any) -> str | None:
+    """Code of the user's that is given an optimizer, or what has one, and goes on when that has stepped; None without any."""
+    found = _overridden(tree, trainer.lightning_module, ("optimizer_step", "lr_scheduler_step"))
+    found += _own_steps(tree, trainer)
+    return next(iter(found), None)
 
 
-def _is_blind(tree: LightningTree, callback: Any, hook: str) -> bool:
-    """Whether a hook is one of Lightning's, or that of `HarmonyMonitor`, which reads reports; and nobody has wrapped it."""
-    kind = type(callback)
+def _is_lightnings(tree: LightningTree, callback: Any, hook: str) -> bool:
+    """Whether a hook is one of Lightning's, or of this package; and nobody has wrapped it."""
     # A proxy or a mock has hooks that its class has not.
-    if hook in getattr(callback, "__dict__", ()) or not hasattr(kind, hook):
-        return False
-    if kind.__name__ in _BLIND_CALLBACKS and kind.__module__.startswith(f"{tree.name}.callbacks."):
-        return True
-    return getattr(getattr(kind, hook), "__module__", None) == "lightning_harmony.monitor"
+    own = None if hook in getattr(callback, "__dict__", ()) else getattr(type(callback), hook, None)
+    return str(getattr(own, "__module__", None)).startswith((f"{tree.name}.callbacks.", "lightning_harmony."))
 
 
 def end_of_batches(trainer: Any) -> str | None:

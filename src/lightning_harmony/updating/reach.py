@@ -10,7 +10,7 @@ from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 # Of a long list of samples, the first ones tell what the others are.
 _MOST_ELEMENTS = 100
@@ -22,23 +22,22 @@ _ELEMENTS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
 }
 
 
-def reaches(start: Any, wanted: Iterable[Any], *, apart_from: Iterable[Any] = (), if_too_many: bool = False) -> bool:
-    """Whether an object holds some of these, itself or through others: attributes, containers and closures.
+def reaches(
+    start: Any, is_wanted: Callable[[Any], bool], *, apart_from: Iterable[Any] = (), if_too_many: bool = False
+) -> bool:
+    """Whether an object holds one that is wanted, itself or through others: attributes, containers and closures.
 
     Args:
         start: the object.
-        wanted: what is looked for, such as parameters.
+        is_wanted: whether an object is one that is looked for.
         apart_from: what is not looked into.
         if_too_many: what to say where it holds so many objects that they are not all looked into.
     """
-    found = set(map(id, wanted))
     # By their types: proxies are asked nothing.
     left, seen = deque([start]), {id(each): each for each in [start, *apart_from]}
     while left and len(seen) < _MOST_OBJECTS:
         each = left.popleft()
-        if id(each) in found:
-            return True
-        if issubclass(type(each), nn.Module) and any(id(parameter) in found for parameter in each.parameters()):
+        if is_wanted(each):
             return True
         for held in _held(each):
             if id(held) not in seen:

@@ -10,17 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.engine.structures.parts import storages_of
 from lightning_harmony.engine.updates.separable_optimizers import reads_default_dtype, why_not_separable
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.hooks import (
     end_of_batches,
     gradient_readers,
-    onlooker,
+    has_optimizer_after_step,
     savers_on_exception,
     state_readers,
 )
+from lightning_harmony.updating.lookout import Lookout, is_out_of_sight
 from lightning_harmony.updating.reach import code_of, reaches
 
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony")
@@ -38,6 +42,8 @@ class UpdatePolicy:
         backward_reader: the same of code that runs again in the backward.
         default_dtypes: those that steps set and that do not hold when an optimizer steps in plain Lightning.
         was_asked: whether the user's code has asked for optimizers.
+        was_asked_between: whether some did that does not belong to a step.
+        lookout: kept between steps.
     """
 
     tree: LightningTree
@@ -48,12 +54,14 @@ class UpdatePolicy:
     backward_reader: str | None = None
     default_dtypes: Collection[torch.dtype] = ()
     was_asked: bool = False
-    # What was looked into for parameters, and whether it holds any.
-    _data: Any = None
-    _data_looks: bool = False
-    # What was looked into for the optimizer, and whether it holds that.
+    was_asked_between: bool = False
+    # What was looked into for the optimizer, whether it holds that, and what may look at parameters out of sight.
     _holders: Sequence[Any] = ()
     _holds_state: bool = False
+    _out_of_sight: str | None = None
+
+    def __post_init__(self) -> None:
+        self.lookout = Lookout(self.engine.updater.postponed.finish_parameters, self.tree.calls_hooks)
 
     def choose(self) -> tuple[str, str]:
         """When this step's parameters are updated, "just-in-time" or "deferred", and why."""
@@ -92,8 +100,16 @@ class UpdatePolicy:
 
     def why_never_later(self) -> str | None:
         """What may look at parameters or optimizer state between any two batches, or in a step; None if nothing does."""
-        reason = self.why_on_host(self._optimizers[0]) or onlooker(self.tree, self.trainer)
-        return reason or self._why_data_looks() or self.step_reader or self._why_default_dtype()
+        reason = self.why_on_host(self._optimizers[0]) or has_optimizer_after_step(self.tree, self.trainer)
+        reason = reason or self.step_reader or self._why_default_dtype()
+        return reason or self._why_out_of_sight() or self.lookout.why_at_once()
+
+    def _why_out_of_sight(self) -> str | None:
+        """What may look at parameters or optimizer state where the lookout does not see it; None if nothing does."""
+        if self.was_asked_between:
+            return "the user's code has asked for optimizers"
+        self._look_at_holders()
+        return self._out_of_sight
 
     def hides_state(self) -> bool:
         """Whether nobody looks at optimizer state from this step's update to the next one's."""
@@ -107,25 +123,52 @@ class UpdatePolicy:
         return not self._is_state_held()
 
     def look_again(self) -> None:
-        """A checkpoint has been made of optimizer state, or hooks of Lightning's callbacks may be given optimizers."""
+        """Code has run that no lookout sees, such as hooks of an epoch's end: it may hold something else by now."""
         self._holders = ()
 
     def _is_state_held(self) -> bool:
         """Whether callbacks, loggers, data or hooks of the module have an optimizer without asking for it, or what it has."""
-        trainer, optimizer = self.trainer, self._optimizers[0]
+        self._look_at_holders()
+        return self._holds_state
+
+    def _look_at_holders(self) -> None:
+        """See what is held by whoever has code that runs between steps, if that is somebody else than was looked at."""
+        trainer, module, optimizer = self.trainer, self.trainer.lightning_module, self._optimizers[0]
         owners = [*trainer.callbacks, *trainer.loggers, trainer.datamodule, trainer.train_dataloader]
         # What the user's code has set there, beside Lightning's own.
         owners += [each for each in vars(trainer).values() if type(each).__module__.partition(".")[0] not in _LIGHTNING]
         known = [optimizer, *owners]
-        if len(known) != len(self._holders) or not all(map(is_, known, self._holders)):
-            self._holders = known
-            states = list(optimizer.state.values())
-            values = [value for state in states if isinstance(state, dict) for value in list(state.values())]
-            wanted = [optimizer, optimizer.state, *states, *(value for value in values if isinstance(value, Tensor))]
-            code = [code_of(each, apart_from=_OURS) for each in [*owners, trainer.lightning_module]]
-            apart_from = [trainer, trainer.lightning_module, trainer.strategy]
-            self._holds_state = reaches([owners, code], wanted, apart_from=apart_from, if_too_many=True)
-        return self._holds_state
+        if len(known) == len(self._holders) and all(map(is_, known, self._holders)):
+            return
+        self._holders = known
+        states = list(optimizer.state.values())
+        values = [value for state in states if isinstance(state, dict) for value in list(state.values())]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        wanted = set(map(id, [optimizer, optimizer.state, *states, *tensors]))
+        code = [code_of(each, apart_from=_OURS) for each in [*owners, module]]
+        apart_from = [trainer, module, trainer.strategy]
+
+        def has_state(each: Any) -> bool:
+            return id(each) in wanted
+
+        self._holds_state = reaches([owners, code], has_state, apart_from=apart_from, if_too_many=True)
+        spans = [_span_of(part) for parameter in module.parameters() for part in storages_of(parameter)]
+        held = [each for part in module.modules() for name, each in vars(part).items() if name not in OF_TORCH]
+        self._out_of_sight = None
+        if reaches([owners, code], has_state, apart_from=apart_from):
+            self._out_of_sight = "something that runs between batches holds the optimizer"
+        elif reaches([owners, code, held], lambda each: _is_array_in(each, spans), apart_from=apart_from):
+            self._out_of_sight = "an array has the memory of parameters"
+        elif (owner := self._owner_out_of_sight()) is not None:
+            self._out_of_sight = f"{type(owner).__name__} may run code in other threads or processes, or compiled code"
+
+    def _owner_out_of_sight(self) -> Any:
+        """A callback, or the data or the module, whose code runs where no lookout sees it; None if none does."""
+        for owner in [self.trainer.lightning_module, self.trainer.datamodule, *self.trainer.callbacks]:
+            has = [] if type(owner).__module__.startswith(_LIGHTNING) else list(getattr(owner, "__dict__", {}).values())
+            if any(map(is_out_of_sight, [*code_of(owner, apart_from=_OURS), *has])):
+                return owner
+        return None
 
     def why_on_host(self, optimizer: Any) -> str | None:
         """Why an optimizer steps as the user wrote it, on the host; None if its update may be made in shares on devices."""
@@ -134,15 +177,6 @@ class UpdatePolicy:
         if getattr(optimizer, "_step_supports_amp_scaling", False) and self.scaler is not None:
             return "the optimizer unscales gradients itself"
         return None
-
-    def _why_data_looks(self) -> str | None:
-        """What of the data may look at parameters when it makes the next batch; None if it holds none."""
-        data = self.trainer.train_dataloader
-        if data is not self._data:
-            self._data = data
-            parameters = frozenset(self.trainer.lightning_module.parameters())
-            self._data_looks = reaches(data, parameters, apart_from=[self.trainer])
-        return "the training data hold the model" if self._data_looks else None
 
     def _why_default_dtype(self) -> str | None:
         """The default dtype that a step sets, which all threads share, where an update beside it would be another one."""
@@ -193,3 +227,17 @@ class UpdatePolicy:
     @property
     def _optimizers(self) -> Any:
         return self.trainer.optimizers
+
+
+def _span_of(tensor: Tensor) -> tuple[int, int]:
+    """Where the memory of a strided tensor begins and ends."""
+    start = tensor.untyped_storage().data_ptr()
+    return start, start + tensor.untyped_storage().nbytes()
+
+
+def _is_array_in(value: Any, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether a value is an array of NumPy's whose elements are in some memory."""
+    if not is_ndarray(value):
+        return False
+    address = value.__array_interface__["data"][0]
+    return any(start <= address < end for start, end in spans)

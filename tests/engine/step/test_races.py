@@ -424,8 +424,6 @@ def test_nothing_races_in_updates_on_devices(
         return leave(self, pack)
 
     monkeypatch.setattr(Sums, "leave", watched)
-    # The module brings batches to the fake devices in a hook between steps, which looks at no weights.
-    monkeypatch.setattr("lightning_harmony.updating.update_policy.onlooker", lambda *_: None)
     packs = (("net.embed",), *((f"net.blocks.{number}",) for number in range(4)), ("net.head",))
     plan = Plan(
         packs, tuple(range(6)), 5, device_updated=frozenset(range(6)), num_devices=2, num_microbatches=NUM_MICROBATCHES
@@ -467,7 +465,6 @@ def postpone_updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         launch(self, share, piece, *args, **options)
 
     monkeypatch.setattr(Stage, "launch", watched)
-    monkeypatch.setattr("lightning_harmony.updating.update_policy.onlooker", lambda *_: None)
     return launched
 
 

@@ -87,6 +87,30 @@ def test_what_stays_is_stepped_as_it_would_be_elsewhere(
     assert traffic.swapped_out["optimizer"] == pytest.approx(weights + sum(value.nbytes for value in large), abs=64)
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_may_stay_no_longer_goes_with_its_update(name: str, is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went before it, and came once more for it."""
+    if is_cut:
+        monkeypatch.setattr("lightning_harmony.engine.updates.update_stage._MOST_BYTES", 4096)
+    members, expected, traffic = parameters(), parameters(), Traffic()
+    optimizer, plain = OPTIMIZERS[name](members), OPTIMIZERS[name](expected)
+    streamed = keeping(members, traffic=traffic)
+    for number in range(5):
+        streamed.lets_state_stay = number not in (2, 4)
+        traffic.reset()
+        update_both(streamed, optimizer, plain, number)
+        if not streamed.lets_state_stay:
+            assert_same(plain, optimizer)
+            assert streamed.kept_bytes == 0
+            assert streamed.moved_share(members) == 1
+    gradients = sum(p.nbytes for p in members)
+    large = sum(v.nbytes for s in plain.state.values() for v in s.values() if v.dim() > 0)
+    # Weights and gradients come, and weights and state go.
+    assert traffic.swapped_in["optimizer"] == pytest.approx(2 * gradients, abs=64)
+    assert traffic.swapped_out["optimizer"] == pytest.approx(gradients + large, abs=64)
+
+
 def test_what_stays_neither_comes_nor_goes() -> None:
     members, traffic = parameters(), Traffic()
     optimizer, streamed = AdamW(members), keeping(members, traffic=traffic)

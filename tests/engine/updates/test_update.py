@@ -386,11 +386,11 @@ def test_that_one_step_waits_for_its_update_says_nothing_of_the_others(pool: Hos
     """The last step of a fit waits: what was foreseen after it, for those before it, was wrong."""
     (parameter,) = some_parameters(1)
     outlast = []
-    for may_outlast in (False, True, False):
-        updater.begin(SGD([parameter], lr=1.0), [[parameter]], may_outlast=may_outlast)
+    for may, others in ((False, False), (True, True), (False, True), (False, False)):
+        updater.begin(SGD([parameter], lr=1.0), [[parameter]], may_outlast=may, others_outlast=others)
         outlast.append(updater.speeds.outlast)
         updater.finish()
-    assert outlast == [False, True, True]
+    assert outlast == [False, True, True, False]
 
 
 @pytest.mark.parametrize("room", [None, 3], ids=["few packs", "little room"])

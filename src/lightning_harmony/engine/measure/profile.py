@@ -75,8 +75,7 @@ class UpdateSpeeds:
     Attributes:
         fastest: of the step in which they were fastest. The first ones share the host with its making of buffers.
         newest: of the newest step in which there were any.
-        outlast: whether those of a step may go on when it has ended; None before the first. After some step something looks
-            at weights at once, as when a validation follows: that says nothing of the others.
+        outlast: whether those of most steps may go on when these have ended; None before the first.
         in_place: whether the newest step's could use gradients where they were summed, and that spares a bus.
         state_may_stay: whether behind the newest one nobody looks at optimizer state before the next update.
     """

@@ -7,7 +7,7 @@ finds it where the parameters are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -98,6 +98,14 @@ class DeviceHome:
         if held is not None:
             self.num_bytes -= held.there.nbytes
             self._spared[key[0]] -= held.there.nbytes
+
+    def leave(self, parameter: nn.Parameter, names: Iterable[str]) -> list[tuple[Tensor, Tensor]]:
+        """The state of a parameter stays no longer: its places on the host, each with what goes there."""
+        keys = [(parameter, name) for name in names if (parameter, name) in self._held]
+        leaving: list[tuple[Tensor, Tensor]] = [self._held[key] for key in keys]
+        for key in keys:
+            self.drop(key)
+        return leaving
 
     def to_host(self) -> Sequence[tuple[Tensor, Tensor]]:
         """The places on the host of all that is here, each with what goes there."""

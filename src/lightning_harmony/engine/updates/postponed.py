@@ -37,8 +37,11 @@ class PostponedUpdate:
         self._handles: list[RemovableHandle] = []
 
     def let_state_stay(self, optimizer: Optimizer | None) -> None:
-        """Say before an update whose state may stay on devices behind it; None if somebody may look at it."""
-        if optimizer is None or self._watched not in (None, optimizer):
+        """Say before an update whose state may stay on devices behind it; None if somebody may look at it.
+
+        Then state that is there goes with its update, and the rest when that is finished.
+        """
+        if self._watched not in (None, optimizer) and optimizer is not None:
             self.finish()
         if optimizer is not None:
             self._watch(optimizer)
@@ -129,6 +132,11 @@ class PostponedUpdate:
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
             ]
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether somebody may still wait for it."""
+        return bool(self._events)
+
     def is_under_way(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether some of these parameters are not updated yet."""
         return bool(self._events) and not all(event.done() for event in self._of(parameters))
@@ -148,13 +156,21 @@ class PostponedUpdate:
 
     def finish(self) -> None:
         """Wait until all parameters are updated, and bring optimizer state to the host; raise what failed."""
-        self.finish_parameters()
         for queue in self._queues:
-            queue.bring_back_state()
-        self._forget()
+            queue.streamed.lets_state_stay = False
+        self.finish_parameters()
 
     def finish_parameters(self) -> None:
-        """Wait until all parameters are updated; raise what failed. Optimizer state stays where it is."""
+        """Wait until all parameters are updated; raise what failed. Optimizer state stays that may."""
+        try:
+            self._finish_parameters()
+        finally:
+            if not any(queue.streamed.lets_state_stay for queue in self._queues):
+                for queue in self._queues:
+                    queue.bring_back_state()
+                self._forget()
+
+    def _finish_parameters(self) -> None:
         events = list(dict.fromkeys(self._events.values()))
         optimizer, self._optimizer = self._optimizer, None
         known, self._known = self._known, ()
@@ -168,8 +184,6 @@ class PostponedUpdate:
             for queue in self._queues:
                 queue.drain()
             sort_state(optimizer, known)
-            if not any(queue.streamed.lets_state_stay for queue in self._queues):
-                self._forget()
 
     def drain(self) -> None:
         """Wait until all parameters are updated, on the way out of another error."""

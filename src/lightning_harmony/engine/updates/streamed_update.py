@@ -134,6 +134,8 @@ class StreamedUpdate:
 
     def moved_share(self, parameters: Iterable[nn.Parameter]) -> float:
         """What an update of some parameters sends back to the host, as a share of what it would if nothing stayed."""
+        if not self.lets_state_stay:
+            return 1.0
         num_bytes = sum(parameter.nbytes for parameter in parameters)
         return num_bytes / max(num_bytes + sum(map(self._stage.home.spared_bytes, parameters)), 1)
 

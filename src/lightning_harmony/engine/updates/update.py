@@ -113,6 +113,7 @@ class Updater:
         with_norms: bool = False,
         hold_back: bool = False,
         may_outlast: bool = False,
+        others_outlast: bool = False,
         state_may_stay: bool = False,
         is_tight: bool = False,
     ) -> None:
@@ -127,6 +128,7 @@ class Updater:
                 once more.
             may_outlast: whether updates just in time may go on when `finish` has returned: whoever needs parameters then
                 asks `postponed` first. The optimizer is one that `why_not_separable` finds nothing against.
+            others_outlast: whether those of most other steps may, of which plans are made.
             state_may_stay: whether nobody looks at optimizer state before the next update just in time.
             is_tight: whether this step leaves no room for it.
         """
@@ -141,7 +143,7 @@ class Updater:
         self._held_back = [] if hold_back else None
         separable = optimizer is not None and why_not_separable(optimizer) is None
         self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
-        self.speeds.outlast = may_outlast or bool(self.speeds.outlast)
+        self.speeds.outlast = may_outlast or others_outlast
         self.speeds.in_place = separable and self.streamed.spares_the_bus
         if optimizer is not None:
             self._optimizer = optimizer
@@ -299,6 +301,8 @@ class Updater:
             self.drain()
             if self._step.optimizer is not None:
                 sort_state(self._step.optimizer, self._known)
+            # Of parameters that this step does not update, state may have stayed until now.
+            self.postponed.finish_parameters()
 
     def drain(self) -> None:
         """Wait until nothing is under way, on the way out of an error or before the next step."""

@@ -248,6 +248,8 @@ class Stage:
                 else:
                     self.home.drop(key)
                     new.append((part, name, value))
+            if part.is_last and not self.home.is_open:
+                pairs += self.home.leave(part.parameter, own)
         without = [each for each in new if (each[0].parameter, each[1]) not in homes]
         likes = [
             part.parameter if value.dim() > 0 and part.elements is not None else value for part, _, value in without
