@@ -194,7 +194,7 @@ class StrategyMixin(GivenOptimizers):
         refuse_uninitialized(self._module)
         self.accelerator.setup(trainer)
         if self.is_distributed:
-            refuse_batch_norm_over_nodes(self._layer_sync)
+            refuse_batch_norm_over_nodes(compat.layer_sync(self))
             take_from_first_node([*self._module.parameters(), *self._module.buffers()], self.root_device)
         self.model = self.precision_plugin.convert_module(self.model)
         devices = self._settings.open_devices(self._torch_devices)

@@ -180,6 +180,12 @@ MODULES_THAT_GIVE_OPTIMIZERS = frozenset(
     for part in ("core.module", "trainer.trainer")
 )
 
+
+def layer_sync(strategy: Any) -> Any:
+    """What makes layers of several processes wait for each other, as Lightning has told a strategy; None if nothing does."""
+    return strategy._layer_sync
+
+
 # ---- what a strategy sets ----------------------------------------------------------------------------------------------
 
 
