@@ -1,4 +1,4 @@
-"""Where helpers of tests are."""
+"""Where helpers of tests are, and how large modules are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import lightning_harmony
+
 TESTS = Path(__file__).parent
+
+PACKAGE = Path(lightning_harmony.__file__).parent
+MOST_LINES = 450
 
 pytestmark = pytest.mark.cpu
 
@@ -27,3 +32,8 @@ def test_no_test_module_is_imported_by_another_file() -> None:
     test_modules = {path.stem for path in TESTS.rglob("test_*.py")}
     importers = {str(path.relative_to(TESTS)): imported(path) & test_modules for path in TESTS.rglob("*.py")}
     assert {path: names for path, names in importers.items() if names} == {}
+
+
+def test_no_module_has_more_lines_than_one_reads_at_once() -> None:
+    lines = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {path: number for path, number in lines.items() if number > MOST_LINES} == {}

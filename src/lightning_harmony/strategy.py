@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,6 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import StepReport
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.fit import tracebacks
-from lightning_harmony.fit.given_optimizers import GivenOptimizers
 from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
 from lightning_harmony.fit.lasting_bytes import LastingBytes, fits
 from lightning_harmony.fit.loop_ends import LoopEnds
@@ -25,6 +24,7 @@ from lightning_harmony.fit.move_to_host import move_companions, move_to_host
 from lightning_harmony.fit.nodes import average_behind, take_from_first_node
 from lightning_harmony.fit.swapped import Swapped
 from lightning_harmony.fit.unregistered import move_unregistered
+from lightning_harmony.fit.whole_states import WholeStates
 from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.plan.values.plan import Parallel, Plan
 from lightning_harmony.plan.values.profile import Profile
@@ -32,7 +32,6 @@ from lightning_harmony.precision import keep_scale_on_host
 from lightning_harmony.reporting.step_reports import StepReports
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.argument_names import suggests_names
-from lightning_harmony.setup.checkpoints import refuse_directory, refuse_torn
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.refusals import (
     refuse_batch_norm_over_nodes,
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class StrategyMixin(GivenOptimizers):
+class StrategyMixin(WholeStates):
     """Trains a LightningModule that may be larger than device memory: `Trainer(strategy=HarmonyStrategy(...))`.
 
     Args:
@@ -134,8 +133,6 @@ class StrategyMixin(GivenOptimizers):
         self._reports = StepReports()
         self._loop_ends = LoopEnds()
         self._last_plan: Plan | None = None
-        # What has left the state of a failed step as that of no one step: until another fit.
-        self._torn: str | None = None
         # From `setup` to `teardown`: a model that fits is in memory, another one is swapped.
         self._in_memory: InMemory | None = None
         self._swapped: Swapped | None = None
@@ -264,24 +261,6 @@ class StrategyMixin(GivenOptimizers):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint of one file.
-
-        Raises:
-            ValueError: if it is the directory of a sharded one.
-        """
-        refuse_directory(checkpoint_path)
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        return checkpoint
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer state where the parameters are: on the host."""
-        # As plain Lightning does: a checkpoint may have states of fewer optimizers, or of none.
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
-
-    @override
     def teardown(self) -> None:
         """Give the module back as an ordinary one on the host. Also called when `setup` never was."""
         self._loop_ends.end()
@@ -379,47 +358,7 @@ class StrategyMixin(GivenOptimizers):
         with nullcontext() if self._swapped is None else self._swapped.training.deferred.around(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    # ---- the state after a step ----------------------------------------------------------------------------------------
-
-    def _finish_update(self) -> None:
-        """See to it that all parameters and the optimizer's state are those after the last step."""
-        if self._swapped is not None:
-            self._swapped.finish_update()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state after the last step."""
-        self._refuse_torn()
-        self._finish_update()
-        state: dict[str, Any] = super().optimizer_state(optimizer)
-        return state
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state after the last step; it is whole between steps only.
-
-        Raises:
-            RuntimeError: in the middle of a step, or after one that failed when a part of its updates had been made.
-        """
-        if self._swapped is not None and self._swapped.engine.is_running:
-            raise RuntimeError(
-                "the state of the module was asked for in the middle of a step, in which layers are swapped and updated: "
-                "save checkpoints in a hook such as on_train_batch_end, not in the step"
-            )
-        self._refuse_torn()
-        self._finish_update()
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        return state
-
-    def _refuse_torn(self) -> None:
-        refuse_torn(self._torn if self._swapped is None else self._swapped.engine.updater.torn)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Lose no update that was asked for."""
-        if self._swapped is not None:
-            self._swapped.engine.updater.postponed.drain()
-        super().on_exception(exception)
+    # ---- between steps --------------------------------------------------------------------------------------------------
 
     def _release_signals(self) -> None:
         """A step is over, and its state whole."""
