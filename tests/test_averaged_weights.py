@@ -159,7 +159,7 @@ def test_what_more_than_values_are_changed_is_refused(change: str) -> None:
         run(Changes(), swapped())
 
 
-def test_a_training_step_may_not_change_them() -> None:
+def test_a_training_step_may_not_change_weights_that_are_averaged() -> None:
     class Changes(Averaged):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             with torch.no_grad():

@@ -77,12 +77,12 @@ def test_what_the_code_of_a_step_names_is_followed(use: str, model: Callable[[st
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "configure_optimizers", "__init__"])
-def test_what_runs_between_steps_is_not(hook: str, model: Callable[[str], Any]) -> None:
+def test_the_code_of_hooks_between_steps_is_not_followed(hook: str, model: Callable[[str], Any]) -> None:
     """A tool of the project's that watches a fit may be larger than its models."""
     code = f"from of_functions import used\nclass Model:\n    def {hook}(self): used()\n    def forward(self): ..."
     assert led_to(model(code)) == set()
 
 
-def test_functions_that_a_model_keeps_are(model: Callable[[str], Any]) -> None:
+def test_functions_that_a_model_keeps_are_followed(model: Callable[[str], Any]) -> None:
     kind = model("from of_functions import used\ndef hook(*_): used()\nclass Model: ...")
     assert led_to(kind, (sys.modules["of_model"].hook,)) == {"of_functions"}

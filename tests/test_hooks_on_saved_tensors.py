@@ -88,7 +88,7 @@ def test_hooks_around_steps_are_refused() -> None:
 
 
 @pytest.mark.parametrize("make", [BetweenLayers, OfTorch, WithoutGraph])
-def test_others_train_as_in_plain_lightning(make: type[Chain]) -> None:
+def test_hooks_around_no_layer_train_as_in_plain_lightning(make: type[Chain]) -> None:
     compare(train_plain(build(make), samples(STEPS), MICROBATCHES, BATCH), train(make))
 
 

@@ -229,7 +229,7 @@ class Validates(Net):
         self.validated.append(self.net(batch))
 
 
-def test_so_it_is_in_a_validation() -> None:
+def test_a_buffer_that_is_read_in_a_validation_is_as_in_plain_lightning() -> None:
     assert_same_validation(BehindTheCall)
 
 
@@ -277,7 +277,7 @@ def test_a_validation_may_write_a_buffer_between_layers(how: str, index: int) ->
 
 
 @pytest.mark.parametrize("how", ["in place", "an element", "assigned"])
-def test_but_not_behind_a_layer_that_has_changed_it(how: str) -> None:
+def test_a_validation_may_not_write_a_buffer_behind_a_layer_that_has_changed_it(how: str) -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"buffer 'mean' of layer 'net\.blocks\.0' is changed within a step"
     ):

@@ -108,7 +108,7 @@ def test_a_batch_that_fits_runs_whole_as_in_plain_lightning(options: dict[str, A
 
 @pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_one_that_does_not_is_split_as_far_as_it_must_be_and_leaves_no_trace_of_that(
+def test_a_batch_that_does_not_fit_is_split_as_far_as_it_must_be_and_leaves_no_trace_of_that(
     number: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
@@ -147,7 +147,7 @@ def test_several_devices_have_two_microbatches_each() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"num_microbatches": 2}, {"microbatch_size": 32}], ids=str)
-def test_what_is_asked_for_goes_before(arguments: dict[str, Any]) -> None:
+def test_a_given_number_of_microbatches_goes_before_the_fewest_that_fit(arguments: dict[str, Any]) -> None:
     fit = Fit(harmony(CAPACITIES[1], **arguments), Module(norm=False))
     assert fit.numbers == [2, 2, 2]
 

@@ -138,7 +138,7 @@ class TestProfile:
         assert len({(plan.packs, plan.first_fused, plan.kept) for plan in plans[-4:]}) == 1
 
     @pytest.mark.parametrize("looks", [False, True])
-    def test_whether_updates_may_outlast_their_step_is_part_of_it(self, looks: bool) -> None:
+    def test_whether_updates_may_outlast_their_step_is_part_of_the_profile(self, looks: bool) -> None:
         strategy = HarmonyStrategy(device_memory="96KiB", num_microbatches=4, profile_cache=False)
 
         class Look(pl.Callback):
@@ -152,7 +152,7 @@ class TestProfile:
         assert strategy.plan.profile is not None
         assert strategy.plan.profile.machine.updates_outlast is not looks
 
-    def test_the_strategy_tells_it(self) -> None:
+    def test_the_strategy_tells_the_profile(self) -> None:
         strategy = HarmonyStrategy(num_microbatches=4)
         assert strategy.profile is None
         found = []

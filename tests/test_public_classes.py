@@ -66,7 +66,7 @@ def test_a_wrong_name_of_an_argument_says_which_one_was_meant(
         getattr(classes_of(tree), name)(**arguments)
 
 
-def test_so_does_one_of_estimate() -> None:
+def test_a_wrong_name_of_an_argument_of_estimate_says_which_one_was_meant() -> None:
     with pytest.raises(TypeError, match=r"estimate\(\) .*'batchsize': did you mean 'batch_size'\?"):
         lightning_harmony.estimate(None, batchsize=3)  # type: ignore[call-arg]
 

@@ -656,7 +656,7 @@ class HasScripted(nets.Block):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_scripted_modules_without_parameters_are_not() -> None:
+def test_scripted_modules_without_parameters_train() -> None:
     module = with_blocks(HasScripted)
     assert_trains(module, lambda: fit(module))
 
@@ -765,7 +765,7 @@ NO_CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", NO_CHANGES)
-def test_what_is_to_become_what_it_is_stays_so(change: str) -> None:
+def test_a_parameter_that_a_step_makes_what_it_is_already_trains(change: str) -> None:
     """Nothing is refused, and nothing is swapped in for it."""
     module, plain = Glue(), Glue()
     plain.load_state_dict(module.state_dict())

@@ -421,7 +421,7 @@ def test_a_batch_runs_in_one_microbatch_for_each_device_where_nothing_says_their
     assert entered
 
 
-def test_where_the_model_is_again_its_own_after_the_fit(entered: list[Any]) -> None:
+def test_the_model_has_its_own_parameters_again_after_a_fit_on_several_devices(entered: list[Any]) -> None:
     model, _ = fit(Measuring, 2, 2)
     assert entered
     assert {id(p) for p in model.net.parameters()} == {

@@ -439,7 +439,7 @@ class Saves(pl.Callback):
             trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
 
-def test_checkpoints_have_it(tmp_path: Path) -> None:
+def test_checkpoints_have_the_state_that_stays_on_devices(tmp_path: Path) -> None:
     module, (ours, theirs) = build(), (tmp_path / "ours", tmp_path / "theirs")
     _, seen = train(module, Saves(ours))
     assert max(seen.stays) > 0

@@ -527,7 +527,7 @@ class TestTensorDict:
         assert [part["inner", "a"].shape for part in parts] == [(3, 3), (1, 3)]
         assert torch.equal(merge_outputs(parts, [3, 1])["x"], batch["x"])
 
-    def test_one_without_a_batch_size_is_a_mapping(self):
+    def test_a_tensordict_without_a_batch_size_is_a_mapping(self):
         tensordict = pytest.importorskip("tensordict")
         batch = tensordict.TensorDict({"x": rows(4), "y": torch.zeros(4)})
         assert count_samples(batch) == 4

@@ -193,7 +193,7 @@ class TestBriefWork:
             stream.submit_brief(lambda: None, [failed])
 
 
-def test_one_of_several_is_waited_for(stream: HostStream, other: HostStream) -> None:
+def test_waiting_for_one_of_several_events_ends_with_the_first_of_them(stream: HostStream, other: HostStream) -> None:
     never = threading.Event()
     waits, fails = stream.submit(partial(_wait, never)), other.submit(_fail)
     wait_for_one([waits, fails])

@@ -129,7 +129,7 @@ def test_buffers_are_the_user_s_when_the_device_is_left(norm: Norm) -> None:
     assert torch.equal(norm.module.running_var, torch.full((8,), 2.0))
 
 
-def test_one_that_became_another_kind_of_tensor_takes_the_old_one_s_place(norm: Norm) -> None:
+def test_a_buffer_that_became_another_kind_of_tensor_takes_the_place_of_the_old_one(norm: Norm) -> None:
     norm.swap_in()
     norm.change(running_mean=torch.full((4,), 3.0, dtype=torch.float64), running_var=torch.full((8,), 2.0))
     norm.swapper.evict(norm.pack)

@@ -57,7 +57,7 @@ def test_attributes_of_a_weight_are_found_if_one_lies_in_its_memory() -> None:
     assert list(map(id, companions_of(layer).tensors())) == list(map(id, [weight.flat, weight.mean]))
 
 
-def test_they_follow_their_weight_and_move_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_companions_follow_their_weight_and_move_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer()
     companions = companions_of(layer)
     before = {id(tensor): tensor.clone() for tensor in (layer.weight, *companions.tensors())}
@@ -144,7 +144,7 @@ def test_to_change_one_in_a_call_is_an_error(name: str) -> None:
         tensor.data = tensor.data + 1
 
 
-def test_others_take_their_places_and_give_them_back() -> None:
+def test_other_tensors_take_the_places_of_companions_and_give_them_back() -> None:
     layer = Layer()
     companions = companions_of(layer)
     rows, scale = layer.state.rows, layer.state.more["scale"]

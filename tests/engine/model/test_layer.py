@@ -134,7 +134,7 @@ class TestBound:
             assert torch.equal(module.weight, copies[parameter])
         assert module.weight is before
 
-    def test_others_tensors_in_place_of_parameters_are_refused(self) -> None:
+    def test_tensors_in_place_of_parameters_are_refused(self) -> None:
         layer = layer_of(nn.Linear(2, 2))
         assert layer.module is not None
         weight, parameter = torch.ones(2, 2), layer.module.weight

@@ -31,7 +31,7 @@ def test_a_view_of_a_weight_is_found_wherever_it_begins_in_it() -> None:
     assert residency.parameter_at(residency.leaves[second].detach()[4:]) is second
 
 
-def test_what_lies_elsewhere_or_behind_a_weight_is_none_of_them() -> None:
+def test_a_tensor_elsewhere_or_behind_a_weight_is_no_view_of_it() -> None:
     residency, (first,) = residency_of(torch.randn(4, 6))
     assert residency.parameter_at(first) is None
     assert residency.parameter_at(residency.weights[96:]) is None

@@ -195,7 +195,7 @@ class TestAdding:
         assert all(cost.forward_seconds != 3.0 for cost in small.layers)
         assert all(cost.forward_seconds == 3.0 for cost in large.layers)
 
-    def test_a_capacity_is_not_part_of_it(self, fit: Fit) -> None:
+    def test_a_capacity_is_not_part_of_a_record(self, fit: Fit) -> None:
         folder = Folder()
         fit.saw(folder, 4)
         assert fit.measured.machine().capacity_bytes == 1000

@@ -46,7 +46,7 @@ def test_what_was_drawn_is_drawn_again(kind: str) -> None:
     assert next(iterator) == 3
 
 
-def test_it_ends_as_often_as_it_is_drawn_to_its_end() -> None:
+def test_a_seekable_iterator_ends_as_often_as_it_is_drawn_to_its_end() -> None:
     iterator = seekable(iter([0, 1]))
     position = iterator.position
     for _ in range(2):
@@ -76,7 +76,7 @@ def test_a_generator_is_sent_to_once() -> None:
     assert iterator.gi_frame is None
 
 
-def test_one_stands_for_an_iterator_wherever_it_is() -> None:
+def test_one_seekable_iterator_stands_for_an_iterator_wherever_that_is() -> None:
     cycle = itertools.cycle([0, 1, 2])
     one, method, (_, inner) = seekable(cycle), seekable(cycle.__next__), seekable((1, cycle))
     assert one is inner is method.__self__
@@ -87,7 +87,7 @@ def test_one_stands_for_an_iterator_wherever_it_is() -> None:
 
 
 @pytest.mark.parametrize("value", [3, "text", [1], (1, (2, "x")), range(3), zip, {1}, len, [].append])
-def test_everything_else_stays(value: Any) -> None:
+def test_what_is_no_iterator_stays_as_it_is(value: Any) -> None:
     assert seekable(value) is value
     assert given_back(value) is value
 
@@ -142,7 +142,7 @@ def test_sets_and_tuples_with_attributes_hold_them_and_give_them_back() -> None:
     assert (given, given.name) == (pair, "pair")
 
 
-def test_one_that_is_copied_or_printed_is_the_iterator() -> None:
+def test_a_seekable_iterator_is_copied_and_printed_as_the_iterator_itself() -> None:
     iterator = iter([7, 8])
     found = seekable(iterator)
     assert repr(found) == repr(iterator)

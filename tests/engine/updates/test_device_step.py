@@ -52,7 +52,7 @@ def test_the_first_and_the_last_pieces_are_smaller_for_nothing_goes_on_beside_th
     assert max(found) == 64 * KIB
 
 
-def test_what_is_as_small_as_they_is_one_piece() -> None:
+def test_parameters_smaller_than_the_first_piece_are_one_piece() -> None:
     assert len(list(Pieces(parameters(100, 200, 300), 64 * KIB, lambda _: True))) == 1
 
 

@@ -18,21 +18,23 @@ def some_parameters(number: int) -> list[nn.Parameter]:
 
 class TestWhyNotSeparable:
     @pytest.mark.parametrize("kind", sorted(SEPARABLE, key=lambda kind: kind.__name__))
-    def test_optimizers_that_look_at_one_parameter_at_a_time_are(self, kind: type[Optimizer]) -> None:
+    def test_optimizers_that_look_at_one_parameter_at_a_time_are_separable(self, kind: type[Optimizer]) -> None:
         assert why_not_separable(kind(some_parameters(1))) is None
 
-    def test_lbfgs_is_not(self) -> None:
+    def test_lbfgs_is_not_separable(self) -> None:
         reason = why_not_separable(torch.optim.LBFGS(some_parameters(1)))
         assert reason == "LBFGS is not known to update each parameter on its own"
 
-    def test_a_subclass_is_not(self) -> None:
+    def test_a_subclass_of_a_separable_optimizer_is_not_separable(self) -> None:
         class Clipping(AdamW):
             pass
 
         assert "Clipping is not known" in str(why_not_separable(Clipping(some_parameters(1))))
 
     @pytest.mark.parametrize("method", ["step", "zero_grad"])
-    def test_one_that_has_a_method_of_another_is_not(self, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_optimizer_with_a_replaced_method_is_not_separable(
+        self, method: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """It was asked of the class, which may be replaced, too; gradients that a zero_grad left were gone."""
         optimizer = SGD(some_parameters(1))
         reason = f"SGD.{method} is replaced by a function of its own"
@@ -44,13 +46,13 @@ class TestWhyNotSeparable:
             assert why_not_separable(optimizer) == reason
         assert why_not_separable(optimizer) is None
 
-    def test_one_whose_scheduler_counts_its_steps_is(self) -> None:
+    def test_an_optimizer_whose_scheduler_counts_its_steps_is_separable(self) -> None:
         optimizer = SGD(some_parameters(1))
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
         assert "step" in vars(optimizer)
         assert why_not_separable(optimizer) is None
 
-    def test_one_whose_step_passes_on_what_it_is_asked_for_is_not(self) -> None:
+    def test_an_optimizer_whose_step_is_wrapped_in_an_object_is_not_separable(self) -> None:
         """It has the mark of the scheduler whose step it calls."""
 
         class Counted:
@@ -66,7 +68,7 @@ class TestWhyNotSeparable:
         assert why_not_separable(optimizer) == "SGD.step is replaced by a function of its own"
 
     @pytest.mark.parametrize("kind", ["pre", "post"])
-    def test_one_with_step_hooks_is_not(self, kind: str) -> None:
+    def test_an_optimizer_with_step_hooks_is_not_separable(self, kind: str) -> None:
         optimizer = SGD(some_parameters(1))
         handle = getattr(optimizer, f"register_step_{kind}_hook")(lambda *_: None)
         assert why_not_separable(optimizer) == "SGD has step hooks"
@@ -74,7 +76,7 @@ class TestWhyNotSeparable:
         assert why_not_separable(optimizer) is None
 
     @pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
-    def test_none_is_where_all_have_step_hooks(
+    def test_no_optimizer_is_separable_where_all_have_step_hooks(
         self, register: Callable[..., torch.utils.hooks.RemovableHandle]
     ) -> None:
         optimizer = SGD(some_parameters(1))

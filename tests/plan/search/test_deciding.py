@@ -64,7 +64,7 @@ def test_packs_have_the_capacity_and_graphs_what_a_step_finds_of_it() -> None:
     assert 1000 < max(plan.predicted.peak_bytes) <= 4000
 
 
-def test_one_without_room_has_no_prediction_and_is_not_searched() -> None:
+def test_a_plan_without_room_has_no_prediction_and_is_not_searched() -> None:
     assert decide(COSTS, NAMES, 4, MachineLimits(120)).predicted is None
 
 

@@ -103,7 +103,7 @@ def test_weights_that_come_for_a_backward_stay_as_they_are_on_the_host_until_the
     assert device.peak_bytes <= 28
 
 
-def test_weights_that_have_been_cast_for_the_forward_do_not() -> None:
+def test_weights_that_were_cast_for_the_forward_come_again_for_the_update() -> None:
     """They have stayed since, and come for the update once more."""
     plan = cast_plan()
     (device,) = predict(plan).devices
@@ -191,7 +191,7 @@ def test_packs_that_are_not_trained_wait_for_no_update() -> None:
     assert with_device_updates(plan).device_updated == {0, 2, 3}
 
 
-def test_where_that_would_take_longer_fewer_are() -> None:
+def test_fewer_packs_are_updated_where_their_gradients_are_if_more_would_take_longer() -> None:
     slow = replace(MACHINE, update_bytes_per_second=8 / 3, capacity_bytes=28)
     plan = plan_of(machine=slow)
     chosen = with_device_updates(plan)
@@ -210,7 +210,9 @@ def test_where_that_would_take_longer_fewer_are() -> None:
     ],
     ids=["on the host", "summed on several devices", "no pack stays"],
 )
-def test_else_gradients_go_to_the_host_first(machine: MachineLimits, more: dict[str, object]) -> None:
+def test_gradients_go_to_the_host_first_where_packs_cannot_be_updated_in_place(
+    machine: MachineLimits, more: dict[str, object]
+) -> None:
     plan = plan_of(machine=machine)
     plan = replace(plan, **more, first_fused=4 if "reuse" in more else 3)  # type: ignore[arg-type]
     assert with_device_updates(plan) == plan

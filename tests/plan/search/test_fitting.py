@@ -35,7 +35,7 @@ def test_microbatches_that_take_turns_need_what_each_carries_at_a_time() -> None
     assert least_bytes(plan, 4) == ALONE + 4 * CARRIED
 
 
-def test_they_run_one_after_the_other_where_that_does_not_fit() -> None:
+def test_microbatches_run_one_after_the_other_where_turns_do_not_fit() -> None:
     enough = ALONE + 4 * CARRIED
     assert fitted(plan_in(enough)) == (plan_in(enough), True)
     assert fitted(plan_in(enough - 1)) == (plan_in(enough - 1), False)

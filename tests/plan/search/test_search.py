@@ -293,7 +293,7 @@ class TestBetter:
         plan = Plan((names[:3], names[3:]), (0, 1), 1, num_microbatches=2, fingerprint="of the model", profile=profile)
         return replace(plan, predicted=Predicted(predict(plan).seconds, ()))
 
-    def test_one_is_found_for_the_same_model(self) -> None:
+    def test_a_faster_plan_is_found_for_the_same_model(self) -> None:
         plan = self.plan()
         better = search_better(plan, range(6))
         assert seconds_of(better) < seconds_of(plan) * (1 - CLEAR_SHARE)
@@ -362,7 +362,7 @@ class TestBetter:
         plan = replace(plan, predicted=Predicted(predict(plan).seconds, ()))
         assert search_better(plan, range(6)) is plan
 
-    def test_one_that_breaks_a_rule_stays(self) -> None:
+    def test_a_plan_that_breaks_a_rule_stays(self) -> None:
         plan = replace(self.plan(), predicted=None)
         assert search_better(plan, range(6)) is plan
 
@@ -381,6 +381,6 @@ class TestBetter:
         assert better.profile.machine == machine
         assert max(predict(better, replace(machine, capacity_bytes=1440)).peak_bytes) <= 1440
 
-    def test_one_without_costs_is_refused(self) -> None:
+    def test_a_plan_without_costs_is_refused(self) -> None:
         with pytest.raises(PlanError, match="with a profile"):
             search_better(replace(self.plan(), profile=None), range(6))

@@ -127,7 +127,7 @@ class TestSharing:
         assert [cost.spared_backward_seconds for cost in shared] == [5.0] * 3
         assert [cost.name for cost in shared] == ["1", "2", "90"]
 
-    def test_others_do_not(self) -> None:
+    def test_layers_of_other_kinds_or_costs_do_not_share_seconds(self) -> None:
         one, other = costs(2)
         other = replace(other, forward_seconds=5.0)
         assert share_seconds([one, other], ["block", "head"]) == [one, other]
