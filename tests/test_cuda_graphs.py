@@ -512,7 +512,7 @@ def test_code_runs_once_in_a_step_to_be_compared(record: Record, monkeypatch: py
 
     train(build(Chain), more_callbacks=[Counting()])
     assert record.replayed, record.refused
-    # Turns are timed in the last one, as those are that follow: plans foresaw 3.1 s, by the code, where steps took 2.7.
+    # Turns are timed in the last one, as those are that follow: plans predicted 3.1 s, by the code, where steps took 2.7.
     assert steps[-2:] == [{"compare": len(Chain().blocks)}] * 2
 
 

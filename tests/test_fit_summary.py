@@ -218,7 +218,7 @@ class Unknown(Optimizer):
         (Unknown, None),
     ],
 )
-def test_the_state_of_an_optimizer_is_foreseen_as_far_as_it_is_known(make: Any, copies: int | None) -> None:
+def test_the_state_of_an_optimizer_is_predicted_as_far_as_it_is_known(make: Any, copies: int | None) -> None:
     net = nets.Language()
     net.head.requires_grad_(False)
     trained = sum(p.numel() * 4 for p in net.parameters() if p.requires_grad)

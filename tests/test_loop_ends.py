@@ -1,4 +1,4 @@
-"""The end of an epoch that nobody foresaw: hooks saw weights of which some were updated, and some were not."""
+"""The end of an epoch that nobody expected: hooks saw weights of which some were updated, and some were not."""
 
 from __future__ import annotations
 

@@ -249,13 +249,13 @@ def test_a_recorded_step_is_what_the_plan_and_the_report_say(
     plan, report = recording.plan, trainer.strategy.step_report
     assert plan == used[-1]
     predicted = predict(plan)
-    for measured, foreseen in zip(recording.measured.devices, predicted.devices, strict=True):
+    for measured, expected in zip(recording.measured.devices, predicted.devices, strict=True):
         for kinds in (set(Phase), {Errand.SWAP_OUT, Errand.GATHER, Errand.REDUCE}, {Errand.UPDATE}):
             # On several devices the code between layers, which has a parameter here, is not seen to compute.
             unseen = plan.packs.index(("scale",)) if plan.num_devices > 1 and kinds == set(Phase) else None
             ours, theirs = (
                 {s.task for s in device.spans if s.task.kind in kinds and s.task.pack != unseen}
-                for device in (measured, foreseen)
+                for device in (measured, expected)
             )
             assert ours == theirs
         # A device computes, and each of its streams works, on one thing at a time.

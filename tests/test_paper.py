@@ -63,8 +63,8 @@ def refuse_other_bytes(measured: Any, plan: Plan, counted: Any, *, far: float = 
     for way in ("in", "out"):
         copied = report[f"swapped_{way}_bytes"]
         for kind in ("weights", "gradients", "stash"):
-            foreseen = sum(getattr(device, f"swapped_{way}_bytes").get(kind, 0) for device in devices)
-            assert foreseen == pytest.approx(copied[kind], rel=rounding, abs=0), (way, kind)
+            predicted = sum(getattr(device, f"swapped_{way}_bytes").get(kind, 0) for device in devices)
+            assert predicted == pytest.approx(copied[kind], rel=rounding, abs=0), (way, kind)
     assert counted.num_bytes == pytest.approx(counted.formula_bytes, rel=far)
 
 

@@ -102,7 +102,7 @@ class TestProfile:
 
     @pytest.mark.cpu
     @pytest.mark.parametrize("beside_copies", [600.0, 950.0, 1100.0])
-    def test_updates_are_foreseen_as_they_are_beside_the_copies_of_the_plan(
+    def test_updates_are_predicted_as_they_are_beside_the_copies_of_the_plan(
         self, beside_copies: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Layer by layer there are few copies beside them: on GPUs, steps that updates bound were predicted too short."""
@@ -126,15 +126,15 @@ class TestProfile:
         strategy = HarmonyStrategy(device_memory="96KiB", num_microbatches=4, profile_cache=False)
         trainer = trainer_for(strategy, 8, [Look()], devices=1)
         trainer.fit(build(), DataLoader(nets.tokens(64), batch_size=8))
-        foreseen = {
+        predicted = {
             plan.profile.machine.update_bytes_per_second: plan.predicted.seconds
             for plan in plans
             if plan.profile is not None and plan.predicted is not None
         }
         # None had been seen when the first plan was made.
-        assert list(foreseen) == [None, 1000.0, beside_copies]
-        # What is foreseen changes, and not what is done.
-        assert (foreseen[beside_copies] - foreseen[1000.0]) * (beside_copies - 1000.0) <= 0
+        assert list(predicted) == [None, 1000.0, beside_copies]
+        # What is predicted changes, and not what is done.
+        assert (predicted[beside_copies] - predicted[1000.0]) * (beside_copies - 1000.0) <= 0
         assert len({(plan.packs, plan.first_fused, plan.kept) for plan in plans[-4:]}) == 1
 
     @pytest.mark.parametrize("looks", [False, True])
@@ -289,8 +289,8 @@ def swept_promptly(capacity: str | None, num_microbatches: int, net: type[torch.
 
 
 @pytest.mark.cpu
-class TestForeseen:
-    """From what hardly fits to what fits all: what steps do is what was foreseen.
+class TestPredicted:
+    """From what hardly fits to what fits all: what steps do is what was predicted.
 
     In tight capacities they swapped half as much again, as what made way depended on what had been copied by then.
     """
@@ -299,7 +299,7 @@ class TestForeseen:
 
     @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
     @pytest.mark.parametrize("net", [Wide])
-    def test_bytes_and_peaks_of_steps_are_those_foreseen(
+    def test_bytes_and_peaks_of_steps_are_those_predicted(
         self, num_microbatches: int, net: type[torch.nn.Module]
     ) -> None:
         found = 0
@@ -311,10 +311,10 @@ class TestForeseen:
             (device,) = predict(run.plan).devices
             for report in run.reports[2:]:
                 self.compare(device, report)
-            # Foreseen are copies that end a turn late; here they end at once.
+            # Predicted are copies that end a turn late; here they end at once.
             assert run.plan.profile is not None
             leaving = max(cost.gradient_bytes for cost in run.plan.profile.layers)
-            # A loss of four bytes for each microbatch of each step is kept by the module, and not foreseen.
+            # A loss of four bytes for each microbatch of each step is kept by the module, and not predicted.
             measured = max(run.peaks[2:]) - 3 * 4 * num_microbatches
             assert measured <= device.peak_bytes <= 1.1 * measured + leaving
         assert found >= 3
@@ -343,7 +343,7 @@ class TestForeseen:
         assert run.reports[-1].swapped_in_bytes == on_demand.reports[-1].swapped_in_bytes
 
     @pytest.mark.parametrize(("num_microbatches", "stream"), [(2, Late), (4, Prompt)])
-    def test_bytes_and_peaks_are_those_foreseen_where_a_turn_of_the_forward_takes_several_packs(
+    def test_bytes_and_peaks_are_those_predicted_where_a_turn_of_the_forward_takes_several_packs(
         self, num_microbatches: int, stream: type[HostStream], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("lightning_harmony.engine.devices.virtual_device.HostStream", stream)
@@ -386,8 +386,8 @@ class TestForeseen:
         for kind in ("weights", "gradients", "stash"):
             assert device.swapped_out_bytes.get(kind, 0) == report.swapped_out_bytes[kind]
             # Layers that come together come with what lies between them.
-            foreseen, made = device.swapped_in_bytes.get(kind, 0), report.swapped_in_bytes[kind]
-            assert foreseen == pytest.approx(made, rel=0.02)
+            predicted, made = device.swapped_in_bytes.get(kind, 0), report.swapped_in_bytes[kind]
+            assert predicted == pytest.approx(made, rel=0.02)
 
 
 class TestGiven:
@@ -509,11 +509,11 @@ class TestReuse:
         assert used is not None
         assert replace(used, profile=None, predicted=None, fingerprint="") == plan
         report, devices = runs[0].reports[-1], predict(used).devices
-        # Glue stashes, too, which no plan foresees.
+        # Glue stashes, too, which no plan predicts.
         for kind in ("weights", "gradients"):
             for way in ("in", "out"):
-                foreseen = sum(getattr(device, f"swapped_{way}_bytes").get(kind, 0) for device in devices)
-                assert foreseen == getattr(report, f"swapped_{way}_bytes")[kind]
+                predicted = sum(getattr(device, f"swapped_{way}_bytes").get(kind, 0) for device in devices)
+                assert predicted == getattr(report, f"swapped_{way}_bytes")[kind]
 
     @pytest.mark.cpu
     def test_without_it_each_microbatch_swaps_each_layer_anew(self) -> None:

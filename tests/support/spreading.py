@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_harmony.engine.step import plan_making
-from lightning_harmony.plan.search.deciding import decide, foreseen
+from lightning_harmony.plan.search.deciding import decide, with_costs
 from lightning_harmony.plan.values.plan import Plan
 
 # Which of the packs that a step visits.
@@ -27,7 +27,7 @@ def spread_packs(monkeypatch: pytest.MonkeyPatch, which: str) -> list[Plan]:
     def decide_spread(costs: Any, calls: Any, number: int, machine: Any, **options: Any) -> Plan:
         plan = decide(costs, calls, number, machine, **options)
         if plan.num_devices > 1:
-            plan = foreseen(replace(plan, spread=SPREAD[which](plan)), costs, machine)
+            plan = with_costs(replace(plan, spread=SPREAD[which](plan)), costs, machine)
             made.append(plan)
         return plan
 

@@ -304,7 +304,7 @@ def _prepare(module: Any) -> None:
     if not module.automatic_optimization:
         raise UnsupportedModelError(
             f"{type(module).__name__} optimizes manually: its step brings each layer's weights whenever it calls it, which "
-            "no plan foresees; train a few batches and read trainer.strategy.step_report"
+            "no plan predicts; train a few batches and read trainer.strategy.step_report"
         )
     for metric in module.modules():
         if isinstance(metric, Metric):

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class LoopEnds:
-    """Calls back when a training batch is done with, and when the last one of an epoch is, also where nobody foresaw it."""
+    """Calls back when a training batch is done with, and when the last one of an epoch is, also where nobody expected it."""
 
     def __init__(self) -> None:
         self._loops: list[Any] = []

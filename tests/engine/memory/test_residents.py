@@ -221,7 +221,7 @@ def test_a_pack_that_does_not_fit_at_all_is_named(model: Model) -> None:
 
 
 def test_to_wait_for_what_leaves_comes_before_another_swap(model: Model) -> None:
-    """Which packs were evicted depended on how fast copies were: a step swapped more than was foreseen, or less."""
+    """Which packs were evicted depended on how fast copies were: a step swapped more than was predicted, or less."""
     for index in (0, 1):
         model.residents.bring(model.forward(index), 0)
     leaves = Leaving()

@@ -383,7 +383,7 @@ def test_a_large_update_lets_a_more_urgent_one_go_first(pool: HostPool, monkeypa
 
 
 def test_that_one_step_waits_for_its_update_says_nothing_of_the_others(pool: HostPool, updater: Updater) -> None:
-    """The last step of a fit waits: what was foreseen after it, for those before it, was wrong."""
+    """The last step of a fit waits: what was predicted after it, for those before it, was wrong."""
     (parameter,) = some_parameters(1)
     outlast = []
     for may, others in ((False, False), (True, True), (False, True), (False, False)):

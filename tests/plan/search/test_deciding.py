@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_harmony.plan.search.deciding import decide, foreseen, improved
+from lightning_harmony.plan.search.deciding import decide, improved, with_costs
 from lightning_harmony.plan.search.rules import fitting_packs, packed, with_graphs
 from lightning_harmony.plan.search.search import search_better
 from lightning_harmony.plan.simulate.replay import predict
@@ -29,7 +29,7 @@ def searching(monkeypatch: pytest.MonkeyPatch) -> None:
 def by_rules(machine: MachineLimits) -> Plan:
     packs = fitting_packs(COSTS, NAMES, [machine.capacity_bytes], "pipeline")
     plan = with_graphs(packed(packs, COSTS, NAMES, 1, "pipeline"), COSTS, 4, [machine.free_bytes])
-    return foreseen(plan, COSTS, machine)
+    return with_costs(plan, COSTS, machine)
 
 
 @pytest.mark.usefixtures("searching")
@@ -100,7 +100,7 @@ def test_none_stays_for_what_a_prediction_may_be_wrong_by() -> None:
 def with_state_of_all(plan: Plan) -> Plan:
     assert plan.profile is not None
     there = replace(plan, state_on_device=frozenset(plan.visits))
-    return foreseen(there, {cost.name: cost for cost in plan.profile.layers}, plan.profile.machine)
+    return with_costs(there, {cost.name: cost for cost in plan.profile.layers}, plan.profile.machine)
 
 
 def test_the_more_room_the_more_of_it_stays() -> None:

@@ -71,7 +71,7 @@ def changed(data: Any, value: Any, path: str = "plan") -> Iterator[str]:
 
 class TestNonsense:
     @pytest.mark.parametrize("value", NONSENSE, ids=repr)
-    def test_a_plan_with_nonsense_anywhere_is_refused_or_can_be_foreseen(self, value: Any) -> None:
+    def test_a_plan_with_nonsense_anywhere_is_refused_or_can_be_predicted(self, value: Any) -> None:
         """Some ended in an IndexError of the prediction, which named nothing."""
         data, errors = json.loads(predicted(STEP).to_json()), {}
         for path in changed(data, value):
@@ -125,7 +125,7 @@ class TestNonsense:
             read_plan(replace(PLAN, profile=profile))
 
     @pytest.mark.parametrize("change", [{"num_microbatches": 10**12}, {"num_devices": 10**12}])
-    def test_numbers_that_would_never_be_foreseen_are_refused(self, change: Any) -> None:
+    def test_numbers_that_would_never_be_predicted_are_refused(self, change: Any) -> None:
         with pytest.raises(PlanError, match="from 1 to 65536 are possible"):
             read_plan(replace(PLAN, **change))
 

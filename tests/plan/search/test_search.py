@@ -323,7 +323,7 @@ class TestBetter:
 
     @pytest.mark.parametrize(("seconds", "spreads"), [(2.0, True), (0.9, False)])
     def test_a_plan_with_the_same_packs_spread_has_to_gain_less(self, seconds: float, spreads: bool) -> None:
-        """All else in it is as well or badly foreseen: it gains 8 % or 4 %, both less than `CLEAR_SHARE`."""
+        """All else in it is as well or badly predicted: it gains 8 % or 4 %, both less than `CLEAR_SHARE`."""
         profile = with_head(chain(17, MachineLimits(), recompute_seconds=0.0), seconds)
         names, visits = tuple((cost.name,) for cost in profile.layers), tuple(range(17))
         plan = Plan(names, visits, 16, num_devices=2, num_microbatches=16, fingerprint="of it", profile=profile)

@@ -85,7 +85,7 @@ class TestUpdates:
         assert found.seconds == pytest.approx(23.8)
 
     def test_the_gradients_of_few_packs_wait_for_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Steps that updates bound took up to 1.2 times as long as foreseen: the backward waits for room on the host."""
+        """Steps that updates bound took up to 1.2 times as long as predicted: the backward waits for room on the host."""
         monkeypatch.setattr("lightning_harmony.plan.simulate.gradient_rules.RING", 2)
         seconds, updates = updates_of(8 / 5)
         # Those of the first pack leave from 13.8 on, and have not arrived when the second one's update begins.

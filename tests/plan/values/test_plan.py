@@ -188,7 +188,7 @@ class TestPosition:
         assert TWICE.position(Phase.BACKWARD, 1, 0) == 3
 
     @pytest.mark.parametrize("start", [0, 2, 4])
-    def test_of_a_pack_that_was_not_foreseen_is_where_the_lane_stands(self, start: int) -> None:
+    def test_of_a_pack_that_was_not_expected_is_where_the_lane_stands(self, start: int) -> None:
         assert Plan((), (0, 1, 0, 1, 0), 4).position(Phase.FORWARD, 7, start) == start
 
     def test_the_fused_visits_are_those_where_the_forward_ends(self) -> None:

@@ -46,7 +46,7 @@ class HasGraph(Protocol):
 
 
 class Residents:
-    """Swaps packs in and out within the capacity of one device, as a plan tells, or else as it foresees their use.
+    """Swaps packs in and out within the capacity of one device, as a plan tells, or else as it predicts their use.
 
     What a device has room for at one moment depends on how fast copies are. So a plan that knows what its layers cost tells
     what comes and what goes, and room is waited for; other packs make way only where it is wrong.

@@ -25,7 +25,7 @@ class LoneCalls:
         placement: of its packs.
         sums: of the gradients that come of such calls.
         recorder: notes tasks.
-        discard_record: discards the record that foresaw something else than what happens; returns a word on it.
+        discard_record: discards the record that predicted something else than what happens; returns a word on it.
     """
 
     def __init__(

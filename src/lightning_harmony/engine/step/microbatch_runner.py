@@ -40,7 +40,7 @@ class MicrobatchRunner:
         preparation: makes room for the backward of a loss.
         runtime: serves the layers that microbatches call.
         glue: the code between layers.
-        discard_record: discards the record that foresaw something else than what happens; returns a word on it.
+        discard_record: discards the record that predicted something else than what happens; returns a word on it.
     """
 
     def __init__(

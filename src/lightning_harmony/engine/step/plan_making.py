@@ -9,7 +9,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.measurements import Measurements
 from lightning_harmony.engine.measure.origin import kind_of
 from lightning_harmony.engine.model.layer import SwappedLayer
-from lightning_harmony.plan.search.deciding import decide, foreseen, improved, with_homes
+from lightning_harmony.plan.search.deciding import decide, improved, with_costs, with_homes
 from lightning_harmony.plan.search.rules import Packs, fitting_packs, packed, with_graphs
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Parallel, Plan
@@ -62,7 +62,7 @@ class PlanMaker:
             return self.of_packs([pack for pack in packs if pack], calls, num_microbatches)
         plan = self._searched(calls, num_microbatches)
         if plan.predicted is None and any(device.set_aside_bytes for device in self._devices):
-            # It is too tight to foresee what is done: recordings take none of the room then.
+            # It is too tight to predict what is done: recordings take none of the room then.
             for device in self._devices:
                 device.set_aside_bytes = 0
             plan = self._searched(calls, num_microbatches)
@@ -80,7 +80,7 @@ class PlanMaker:
         return replace(plan, fingerprint=self._fingerprint)
 
     def of_packs(self, packs: Packs, calls: Sequence[int], num_microbatches: int) -> Plan:
-        """A plan of packs for a number of microbatches, with whose graphs are kept, and what is foreseen."""
+        """A plan of packs for a number of microbatches, with whose graphs are kept, and what is predicted."""
         plan = self._packed(packs, calls)
         given, costs, machine = self._given, self._costs(), self._measured.machine()
         if given is not None:
@@ -89,17 +89,17 @@ class PlanMaker:
             plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead, spread=spread)
         plan = with_graphs(plan, costs, num_microbatches, [machine.free_bytes] * len(self._devices))
         if given is None:
-            return improved(foreseen(plan, costs, machine), self._names(calls), with_its_packs=True)
-        # A step that differs from what a given plan foresees goes by its packs, but decides on graphs anew.
+            return improved(with_costs(plan, costs, machine), self._names(calls), with_its_packs=True)
+        # A step that differs from what a given plan predicts goes by its packs, but decides on graphs anew.
         if all(getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")):
             fields = ("first_fused", "kept", "joined", "device_updated", "state_on_device")
             plan = replace(plan, **{name: getattr(given, name) for name in fields})
         elif not plan.just_in_time:
             plan = replace(plan, first_fused=len(plan.visits), kept=frozenset())
-        return foreseen(plan, costs, machine)
+        return with_costs(plan, costs, machine)
 
     def revised(self, plan: Plan, calls: Sequence[int], *, searches: bool) -> Plan:
-        """A plan with what is foreseen of it by what is known now.
+        """A plan with what is predicted of it by what is known now.
 
         Args:
             plan: the plan in use.
@@ -108,9 +108,9 @@ class PlanMaker:
         """
         costs, machine = self._costs(), self._measured.machine()
         if self._given is not None:
-            return foreseen(plan, costs, machine)
+            return with_costs(plan, costs, machine)
         # Who updates which packs is decided last, for whatever packs these are.
-        revised = foreseen(replace(plan, device_updated=frozenset(), state_on_device=frozenset()), costs, machine)
+        revised = with_costs(replace(plan, device_updated=frozenset(), state_on_device=frozenset()), costs, machine)
         if searches or _is_clearly_faster(revised, plan):
             revised = improved(revised, self._names(calls))
         return with_homes(revised)
@@ -136,6 +136,6 @@ class PlanMaker:
 
 
 def _is_clearly_faster(plan: Plan, other: Plan) -> bool:
-    """Whether a plan is foreseen to be."""
+    """Whether a plan is predicted to be."""
     ours, theirs = plan.predicted, other.predicted
     return ours is not None and theirs is not None and theirs.seconds > CLEARLY_FASTER * ours.seconds

@@ -15,7 +15,7 @@ from lightning_harmony.engine.step.plan_making import CLEARLY_FASTER, PlanMaker
 from lightning_harmony.plan.search.fitting import fitted
 from lightning_harmony.plan.values.plan import Plan
 
-# In how many steps by a plan updates are timed beside its copies, until what it takes is foreseen anew.
+# In how many steps by a plan updates are timed beside its copies, until what it takes is predicted anew.
 TIMED_UPDATES = 3
 # Which step by a plan is timed: by then lanes keep to their core, and the garbage collector spares what lasts.
 TIMED_STEP = 5

@@ -54,7 +54,7 @@ def exceeded(
         what: ran there.
         device: which one.
         error: raised by its allocator.
-        words: what else there is to say, as on the record that foresaw something else.
+        words: what else there is to say, as on the record that predicted something else.
         smaller: what may be made smaller.
     """
     capacity = device.capacity_bytes
@@ -75,7 +75,7 @@ def exceeded_in_turn(granted: Grant, devices: Sequence[Device], error: BaseExcep
         granted: the turn.
         devices: all of them.
         error: raised by the allocator.
-        words: what else there is to say, as on the record that foresaw something else.
+        words: what else there is to say, as on the record that predicted something else.
     """
     pack = granted.pack
     outside = "the code before the first layer" if granted.phase is Phase.FORWARD else "the backward of the loss"

@@ -39,10 +39,10 @@ def decide(
     packs = fitting_packs(costs, calls, [machine.capacity_bytes] * num_devices, parallel)
     plan = packed(packs, costs, calls, num_devices, parallel)
     plan = with_graphs(plan, costs, num_microbatches, [machine.free_bytes] * num_devices)
-    return with_homes(improved(foreseen(plan, costs, machine), calls, most_tasks=most_tasks))
+    return with_homes(improved(with_costs(plan, costs, machine), calls, most_tasks=most_tasks))
 
 
-def foreseen(plan: Plan, costs: Mapping[str, Cost], machine: MachineLimits) -> Plan:
+def with_costs(plan: Plan, costs: Mapping[str, Cost], machine: MachineLimits) -> Plan:
     """A plan with what its layers cost, and what that predicts.
 
     Args:
@@ -60,7 +60,7 @@ def improved(plan: Plan, calls: Sequence[str], *, with_its_packs: bool = False, 
     """A plan that is predicted to be clearly faster than one, if the search finds one; else that one.
 
     Args:
-        plan: the plan, with what is foreseen of it.
+        plan: the plan, with what is predicted of it.
         calls: the names of layers in the order in which a microbatch's forward calls them.
         with_its_packs: whether its packs stay as they are.
         most_tasks: how many tasks are replayed in the search.
@@ -70,7 +70,7 @@ def improved(plan: Plan, calls: Sequence[str], *, with_its_packs: bool = False, 
     places = {name: place for place, name in enumerate(costs)}
     order = [places[name] for name in calls]
     better = search_better(plan, order, with_its_packs=with_its_packs, most_tasks=most_tasks)
-    return plan if better is plan else foreseen(better, costs, plan.profile.machine)
+    return plan if better is plan else with_costs(better, costs, plan.profile.machine)
 
 
 def with_homes(plan: Plan) -> Plan:
@@ -80,7 +80,7 @@ def with_homes(plan: Plan) -> Plan:
     `CLEAR_SHARE` of a step. It is that of the packs which a forward needs first, for it waits for their update.
 
     Args:
-        plan: the plan, with what is foreseen of it where nothing stays. It stays as it is where nothing may.
+        plan: the plan, with what is predicted of it where nothing stays. It stays as it is where nothing may.
     """
     without, found = with_device_updates(plan), list[Plan]()
     if plan.profile is None or plan.predicted is None or not plan.profile.machine.state_may_stay:
@@ -96,7 +96,7 @@ def with_homes(plan: Plan) -> Plan:
         fewer = with_graphs(kept, by_name, plan.num_microbatches or 1, [room] * plan.num_devices)
         for other in dict.fromkeys([(kept.first_fused, kept.kept), (fewer.first_fused, fewer.kept)]):
             graphs = replace(kept, first_fused=other[0], kept=other[1])
-            found.append(with_device_updates(foreseen(graphs, by_name, machine)))
+            found.append(with_device_updates(with_costs(graphs, by_name, machine)))
     fastest = min(found, key=lambda each: each.predicted_seconds, default=without)
     return fastest if fastest.predicted_seconds <= without.predicted_seconds * (1 - CLEAR_SHARE) else without
 

@@ -6,7 +6,7 @@ from itertools import chain
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.values.plan import Plan
 
-# Of microbatches, and of devices: what is beyond would take longer to foresee than to run.
+# Of microbatches, and of devices: what is beyond would take longer to predict than to run.
 _MOST = 65536
 
 

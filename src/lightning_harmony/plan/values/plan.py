@@ -206,7 +206,7 @@ class Plan(Printed):
     def position(self, phase: Phase, pack: int, start: int) -> int:
         """Where in a phase's order a lane stands that asks for ``pack``, having come as far as ``start``.
 
-        A pack that the order doesn't name from there on was not foreseen: it is served where the lane stands.
+        A pack that the order doesn't name from there on was not expected: it is served where the lane stands.
         """
         first = self._place(phase, 0)
         try:
