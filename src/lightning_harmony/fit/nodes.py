@@ -123,7 +123,7 @@ def take_from_first_node(tensors: Iterable[Tensor], device: torch.device) -> Non
         for part, own, other in zip(
             parts, _views_like(parts, before.view(sent.dtype)), _views_like(parts, sent), strict=True
         ):
-            # Not of those that are as they were: whoever keeps what is in a tensor sees by its version that it is another one.
+            # Not into tensors that have these values: by the version of a tensor, code tells whether it has changed.
             if not torch.equal(own, other):
                 with torch.no_grad():
                     assign(part, other)

@@ -235,7 +235,7 @@ class Held:
             return
         for name in [name for name in content if name not in before and not self._leaves_alone(name)]:
             del content[name]
-        # One by one: whoever sets a name in a class makes Python forget what it knows of the class.
+        # One by one: to set a name in a class makes Python forget what it has cached of the class.
         for name, value in before.items():
             if (name not in content or content[name] is not value) and not self._leaves_alone(name):
                 put_value(content, name, value)

@@ -147,7 +147,7 @@ class Fingerprints:
         if self._changed_again is not None:
             raise UnsupportedModelError(
                 f"{self._changed_again} is changed by a layer's code, which runs again in the backward, and nothing tells of "
-                "it: pass what comes of it to the layer as an argument, or change a tensor by operations that torch counts, "
+                "it: pass its result to the layer as an argument, or change a tensor by operations that torch counts, "
                 "and not through `data`"
             )
 

@@ -1,8 +1,8 @@
 """What one microbatch leaves to the next, in steps in which they take turns: whether what is read is what was left.
 
 Steps that ran one after the other have shown what microbatches change. Each of these places is compared at the ends of turns:
-so it is known what each microbatch has left there. Whoever reads one before writing it must have found what the microbatch
-before leaves in the end. Whoever has written it must find that again.
+so it is known what each microbatch has left there. A microbatch that reads one before writing it must have found what
+the microbatch before leaves in the end. One that has written it must find that again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What layers' code finds elsewhere than on their modules when it is called: its recompute finds that, and leaves no trace.
 
-Objects, variables of closures, attributes of functions, classes and modules that are in no layer, and globals, whoever changes
-them: the layer's own code, as one that counts its calls, or the code between layers, as one that sets a scale for each. They
-are looked at before each call, all in one go, since most never change, and kept for its recompute: of what has changed, copies
-of the tensors, large ones in the stash. A large one that is changed in place for the first time after a call is refused, if
+Objects, variables of closures, attributes of functions, classes and modules that are in no layer, and globals. The layer's
+own code may change them, as one that counts its calls, or the code between layers, as one that sets a scale for each. They are
+looked at before each call, all in one go, since most never change, and kept for its recompute: of what has changed, copies of
+the tensors, large ones in the stash. A large one that is changed in place for the first time after a call is refused, if
 the code reads it when it runs again.
 """
 
@@ -93,7 +93,7 @@ class _Moment:
 
 
 class _Changed(OutOfReach):
-    """Is in the place of a tensor that was changed in place after a call: whoever uses it is told."""
+    """Is in the place of a tensor that was changed in place after a call: to use it raises."""
 
     def _refusal(self) -> UnsupportedModelError:
         return UnsupportedModelError(

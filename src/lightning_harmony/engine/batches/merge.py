@@ -20,7 +20,7 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
     Per-sample values are concatenated, floating-point scalars averaged by samples, at any depth of containers and records;
     of anything else the last microbatch's value is kept. So it is of the entry ``"loss"``
-    of a returned mapping: whoever knows how the loss is reduced replaces it.
+    of a returned mapping: the caller knows how the loss is reduced, and replaces it.
 
     Args:
         outputs: What each microbatch's step returned.

@@ -266,13 +266,13 @@ class CudaDevice(Device):
         return lambda: runtime.cudaHostUnregister(address)
 
     def _forget_error(self) -> None:
-        """Let the next launch not report what has failed: whoever asked for it may do without."""
+        """Let the next launch not report what has failed: the caller may do without it."""
         with suppress(RuntimeError), torch.no_grad():
             torch.full((1,), 0.0, device=self.torch_device)
 
 
 class _Uses:
-    """What freed memory was used for, for whoever has it next on another stream than the one that waits for that anyway."""
+    """The uses of freed memory, which its next user waits for on any stream but the one that waits anyway."""
 
     def __init__(self) -> None:
         self._of_ranges: list[tuple[range, Sequence[Event]]] = []

@@ -92,7 +92,7 @@ class VirtualDevice(Device):
         key = storage._cdata
         owner = _owners.setdefault(key, self)
         if owner is not self:
-            # An alias: the memory stays where it is, whoever looks at it.
+            # An alias: the memory stays where it is.
             owner._count_storage(storage)
             return
         num_bytes = storage.nbytes()

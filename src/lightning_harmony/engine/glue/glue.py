@@ -43,7 +43,7 @@ from lightning_harmony.plan.values.task import Phase
 
 
 def one_element(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of a shape that holds one element: whoever gets past its stand-in to compute with it must notice."""
+    """A tensor of a shape that holds one element, NaN: so results of code that gets past its stand-in are seen to be wrong."""
     return torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(shape)
 
 

@@ -108,7 +108,7 @@ class StepRecorder:
     Attributes:
         measures_busy: whether steps from the next one on are to tell how long devices compute.
         records_next: whether all of the next step is to be recorded.
-        recording: the newest step that was recorded, for whoever takes it.
+        recording: the newest step that was recorded, until a callback takes it.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:

@@ -171,7 +171,7 @@ class Residents:
                 self.ensure_room(num_bytes, self.visit.place)
 
     def reset(self) -> None:
-        """Leave nothing on the device: weights are stale after an update, whoever makes it."""
+        """Leave nothing on the device: weights are stale after any update."""
         if isinstance(self.device, VirtualDevice):
             self.device.relieve = lambda: False
         self.visit = None

@@ -82,7 +82,7 @@ class Transfers:
         # Not through the mode below: its choice of a device is not the one that is asked for here.
         with torch._C.DisableTorchFunction(), torch.inference_mode(is_inference), torch.no_grad():
             has_strides = tensor.layout is torch.strided
-            # Whoever keeps it until it is copied is not to keep its graph.
+            # What is kept until it is copied must not keep its graph.
             source = compact(tensor.detach()) if has_strides else tensor.detach()
             # What has gaps is made dense now, behind all that was launched.
             is_now = has_strides and source.untyped_storage()._cdata != tensor.untyped_storage()._cdata
@@ -96,7 +96,7 @@ class Transfers:
             if launched is not None and event is not None:
                 launched.note_sent(home, event)
             elif event is not None:
-                # Whoever changes it later is not known.
+                # Which code changes it later is not known.
                 with came_from.scheduling():
                     event.wait()
             with target.selected():

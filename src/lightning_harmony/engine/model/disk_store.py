@@ -1,4 +1,4 @@
-"""The disk store: tensors in a file without a name, mapped for whoever reads them, and copied past the page cache."""
+"""The disk store: tensors in a file without a name, mapped into memory to be read, and copied past the page cache."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class _Free:
 
 
 class _Existing:
-    """What the buffers of a pool take that exist, whoever has them.
+    """The bytes of all buffers of a pool that exist, in the pool or in use.
 
     Its buffers' ends are told to this, and not to the pool: what waits for the end of a buffer must not be what keeps it.
     """
@@ -83,7 +83,7 @@ class HostPool:
 
     @property
     def num_bytes(self) -> int:
-        """What all buffers take that exist, whoever has them."""
+        """The bytes of all buffers that exist, in the pool or in use."""
         return self._existing.num_bytes
 
     def take_peak_bytes(self) -> int:

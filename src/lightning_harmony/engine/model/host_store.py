@@ -235,7 +235,7 @@ class HostStore:
         """See where parameters are now: code that averages or restores weights assigns to their ``data``.
 
         What was assigned goes into the arena, unless somebody keeps that, or what was there before, such as a backup: then
-        the parameter is `elsewhere`, and whoever shares its memory sees it trained.
+        the parameter is `elsewhere`, and tensors that share its memory are trained with it.
 
         Args:
             parameters: those to look at.

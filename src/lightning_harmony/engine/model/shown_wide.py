@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ShownWide:
-    """A tensor that looks as the parameter is, and is not: whoever is given it, and is no function of torch, takes `wide`."""
+    """A tensor that looks as the parameter is, and is not: code other than functions of torch gets `wide` instead."""
 
     def wide(self) -> Tensor:
         """The parameter as it is, on the device, differentiable where it needs gradients."""

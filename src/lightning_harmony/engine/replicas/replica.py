@@ -132,7 +132,7 @@ class Holders:
 class Replica:
     """The tensors of a model on another device.
 
-    Within `entered`, the model's own tensors have the memory of the copies: whoever holds one, by whichever way, finds it
+    Within `entered`, the model's own tensors have the memory of the copies: code that holds one, in any way, computes
     there. What the model's code changes or assigns is brought home, so that the next microbatch finds it, wherever that runs.
 
     Args:
@@ -314,5 +314,5 @@ def _fill(tensor: Tensor, content: Tensor) -> None:
     if tensor.shape != content.shape or tensor.dtype != content.dtype:
         raise NotReplicableError(f"a tensor of shape {tuple(tensor.shape)} is resized in the step")
     with torch.no_grad():
-        # Past the version that autograd checks: whoever has used it before ran on another device.
+        # Past the version that autograd checks: operations that have used it before ran on another device.
         tensor.data.copy_(content, non_blocking=True)

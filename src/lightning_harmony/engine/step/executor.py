@@ -332,7 +332,7 @@ class Executor:
         self._end()
 
     def _end(self) -> None:
-        """Nothing outlives a step on the device: its weights are stale after an update, whoever makes it."""
+        """Nothing outlives a step on the device: its weights are stale after any update."""
         observer = self._observer
         called = [progress.calls for progress in self.step.turns.running]
         for calls in called:
@@ -427,7 +427,7 @@ class Executor:
         except BaseException:
             self._runner.abort()
             self.recorder.drop()
-            # Whoever handles the error may save a checkpoint: no update may run meanwhile, and none be lost.
+            # Code that handles the error may save a checkpoint: no update may run meanwhile, and none be lost.
             self.updater.postponed.drain()
             self.updater.drain()
             for residents in self._placement.residents:

@@ -237,7 +237,7 @@ class GradientSums:
     def _summing(self, index: int) -> list[int]:
         """The devices that have sums of a pack, in the order in which these are added.
 
-        The first one takes the others'. It is another one for each pack, so that the swaps of what comes of it are spread.
+        The first one takes the others'. It is another one for each pack, so that the swaps of the sums are spread.
         """
         copies = self._placement.copies(index)
         having = [number for number, pack in enumerate(copies) if pack.accumulators or pack.parked]

@@ -81,7 +81,7 @@ class LoneCalls:
             residents.drain()
 
     def flush_after_this_backward(self) -> None:
-        """Whoever calls a backward here finds its gradients as soon as it returns."""
+        """Let a backward that is called here have its gradients delivered when it returns."""
         backward = torch._C._current_graph_task_id()
         if backward != self._flushing:
             self._flushing = backward

@@ -78,7 +78,7 @@ class LastTurn(NamedTuple):
 
 
 class Observer:
-    """Observes turns where microbatches are larger than ever before, for the planner and for whoever makes room.
+    """Observes turns where microbatches are larger than ever before, for the planner and for `Residents`, which make room.
 
     Args:
         step: the step that runs.

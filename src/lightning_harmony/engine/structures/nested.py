@@ -105,7 +105,7 @@ def holds_tensors(value: Any) -> bool:
 
 def is_ndarray(value: Any) -> bool:
     """Say whether a value is an array of NumPy's."""
-    numpy = sys.modules.get("numpy")  # whoever made an array has imported it; we need not
+    numpy = sys.modules.get("numpy")  # code that made an array has imported it; we need not
     return numpy is not None and issubclass(type(value), numpy.ndarray)
 
 

@@ -1,6 +1,6 @@
 """The device as a home of optimizer state: it stays there from one update to the next, until somebody may look at it.
 
-Its place on the host stays its place, to which what has changed since goes back then. So whoever asks for optimizer state
+Its place on the host stays its place, to which what has changed since goes back then. So code that reads optimizer state
 finds it where the parameters are.
 """
 

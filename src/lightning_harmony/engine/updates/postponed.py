@@ -123,7 +123,7 @@ class PostponedUpdate:
         self._watch(optimizer)
 
     def _watch(self, optimizer: Optimizer) -> None:
-        """Complete its state for whoever asks for it, by whatever way."""
+        """Complete its state before any code reads it, in any way."""
         if self._watched is not optimizer:
             self._forget()
             self._watched = optimizer

@@ -73,7 +73,7 @@ def reads_default_dtype(optimizer: Optimizer, dtype: torch.dtype) -> bool:
 
 
 def _has_other_step(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has another step than torch's: whoever gave it or its class that expects one call a step."""
+    """Whether an optimizer has another step than torch's: code that replaced it expects one call for each step."""
     own = type(optimizer).step
     if _steps_of(type(optimizer))[0] is not _GENUINE[type(optimizer)][0]:
         return True

@@ -126,8 +126,8 @@ class Updater:
             with_norms: whether to compute the norm of each gradient as it is collected.
             hold_back: whether nothing may change before `finish`. Then each buffer goes as it is used: nobody needs them all
                 once more.
-            may_outlast: whether updates just in time may go on when `finish` has returned: whoever needs parameters then
-                asks `postponed` first. The optimizer is one that `why_not_separable` finds nothing against.
+            may_outlast: whether updates just in time may go on when `finish` has returned: code that needs parameters
+                then asks `postponed` first. The optimizer is one that `why_not_separable` finds nothing against.
             others_outlast: whether those of most other steps may, of which plans are made.
             state_may_stay: whether nobody looks at optimizer state before the next update just in time.
             is_tight: whether this step leaves no room for it.
@@ -426,7 +426,7 @@ def _total(parameter: nn.Parameter, parts: list[_Part], earlier: Tensor | None) 
     includes_earlier = any(parameter in part.source.includes_earlier for part in parts)
     if earlier is not None and not includes_earlier:
         return earlier.add_(total), False
-    # A tensor of its own: whoever keeps it is seen to use the buffer.
+    # A tensor of its own: a reference to it shows that the buffer is in use.
     return total.detach(), len(parts) == 1
 
 

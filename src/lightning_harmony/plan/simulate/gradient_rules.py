@@ -189,7 +189,7 @@ class GradientRules:
         others = len(summing_devices(self._state.plan, pack)) - 1 if self._state.plan.just_in_time else 0
         if len(device.reduced.get(pack, [])) < others:
             raise BrokenRuleError(f"the gradients of pack {pack} on other devices are not added")
-        # Whoever asks for the copy waits for room on the host: what comes behind is asked for later.
+        # The copy waits for room on the host: what comes behind is launched later.
         streams = [each.updates for each in self._state.devices]
         device.hold(room_on_host_at(device.updates, streams, RING))
         sent[device.number] = self._send(device, pack)
