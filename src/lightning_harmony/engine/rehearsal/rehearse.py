@@ -6,7 +6,7 @@ layer is run, forth and back, when a layer of its structure is first called; equ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Happened
 from lightning_harmony.engine.glue.functions import functions_as_operations
 from lightning_harmony.engine.glue.glue import Glue
@@ -26,14 +25,13 @@ from lightning_harmony.engine.layers.structure import structure_of
 from lightning_harmony.engine.layers.surroundings import Surroundings
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.opaque import without_caches
-from lightning_harmony.engine.memory.residents import HasGraph
 from lightning_harmony.engine.memory.stash import Alias, LaneStash, Stash, Stashed, is_small
 from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import lies_in
-from lightning_harmony.engine.model.layer import COMPARED_CALLS, BufferKey, SwappedLayer, places_of
-from lightning_harmony.engine.model.pack import Residency, buffer_of
+from lightning_harmony.engine.model.layer import COMPARED_CALLS, SwappedLayer, places_of
+from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.rehearsal.fakes import (
     FakeDevice,
     FakeStore,
@@ -42,6 +40,7 @@ from lightning_harmony.engine.rehearsal.fakes import (
     faked_companions,
     faked_others,
 )
+from lightning_harmony.engine.rehearsal.one_of_each import CPU, OneOfEach
 from lightning_harmony.engine.rehearsal.rehearsed_call import CallProfile, Measured, RehearsedForward
 from lightning_harmony.engine.rehearsal.rehearsed_step import RehearsedStep
 from lightning_harmony.engine.rehearsal.work_by_layer import WorkByLayer
@@ -49,8 +48,6 @@ from lightning_harmony.engine.rehearsal.work_counter import WorkCounter
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.plan.outlook.work import StepProfile, Work
 from lightning_harmony.plan.values.task import Phase
-
-_CPU = torch.device("cpu")
 
 
 def rehearse(
@@ -80,7 +77,7 @@ def rehearse(
         random.restore(None)
 
 
-class Rehearsal:
+class Rehearsal(OneOfEach):
     """The runtime of intercepted calls and of the glue, for one microbatch, in one thread."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], narrow: dict[int, tuple[int, ...]]) -> None:
@@ -101,7 +98,7 @@ class Rehearsal:
         self._places = places_of(model, list(in_order))
         self.device = FakeDevice()
         self.counter = WorkCounter(self.device)
-        self._glue = Glue(self._places, _CPU, self)
+        self._glue = Glue(self._places, CPU, self)
         self._glue_layers: dict[nn.Parameter, SwappedLayer] = {}
         self._tokens: dict[nn.Parameter, Tensor] = {}
         traffic = Traffic()
@@ -125,7 +122,7 @@ class Rehearsal:
     def run(self, step: Callable[[Any], Tensor], microbatch: Any, casting: Callable[[], Any]) -> RehearsedStep:
         """Run the step and its backward; what was seen."""
         with casting():
-            self._dtype = autocast_dtype(_CPU)
+            self._dtype = autocast_dtype(CPU)
         for layer in self._layers:
             numbers = self._given_narrow.get(layer.index, ())
             layer.narrow = {layer.parameters[n]: self._dtype for n in numbers if self._dtype is not None}
@@ -230,32 +227,6 @@ class Rehearsal:
         stash = self._stash if self._measured is None else self._measured.stash
         return stash.put(tensor) or Alias(tensor)
 
-    def brought(self, tensor: Tensor, residency: Residency, *, at_once: bool) -> Tensor:
-        """It is there."""
-        return tensor
-
-    def note_made(self, result: Any) -> None:
-        """There is one device."""
-
-    def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
-        """It is there."""
-        return tensor
-
-    def make_room(self, num_bytes: int, device: Device) -> None:
-        """There is no limit."""
-
-    def calling(self) -> AbstractContextManager[None]:
-        """One device: glue needs no help."""
-        return nullcontext()
-
-    def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """All operands are."""
-        return func(*args, **kwargs)
-
-    def device_of(self, layer: SwappedLayer) -> torch.device:
-        """The one device."""
-        return _CPU
-
     def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
         """What the layer does with its weights."""
         if self._dtype is None or self._given_narrow or layer.index in self.narrow:
@@ -269,36 +240,6 @@ class Rehearsal:
             self._measured.watch = watch
         return watch
 
-    def expect_backward(self, layer: SwappedLayer) -> int:
-        """Announce a backward of a layer."""
-        return 0
-
-    def keep_graph(self, layer: SwappedLayer, call: HasGraph) -> bool:
-        """Never: what recompute takes is to be seen."""
-        return False
-
-    def note_call(self, stash: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
-        """It finds what it finds."""
-        return nullcontext
-
-    def changes_elsewhere(self) -> Callable[[], str | None]:
-        """Nobody asks: nothing is recorded."""
-        return lambda: None
-
-    def recomputing(self) -> AbstractContextManager[Sequence[str]]:
-        """Nobody hears it."""
-        return nullcontext(())
-
-    def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
-        """Nobody reads them: nothing has values."""
-
-    def read_buffer(self, layer: SwappedLayer, key: BufferKey) -> Tensor:
-        """What is in it: nothing stands in for it."""
-        return buffer_of(key)
-
-    def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
-        """There is one microbatch."""
-
     @contextmanager
     def measuring_graph(self, layer: SwappedLayer) -> Iterator[None]:
         """Around the recompute."""
@@ -310,23 +251,6 @@ class Rehearsal:
         self.counter.add(done)
         self.counter.add(recompute)
 
-    def recordings(self) -> None:
-        """Nothing is recorded: the code of each layer is to be seen."""
-
-    def is_spread(self, layer: SwappedLayer) -> bool:
-        """It has one device."""
-        return False
-
-    def is_last_backward(self) -> bool:
-        """There is one."""
-        return True
-
-    def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Sums count as gradients, not as work."""
-
-    def end_backward(self, layer: SwappedLayer) -> None:
-        """Nobody waits for it."""
-
     def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
         """The layer that a parameter is when glue uses it."""
         layer = self._glue_layers.get(parameter)
@@ -336,22 +260,9 @@ class Rehearsal:
             self._layers.append(layer)
         return layer
 
-    def views(self) -> None:
-        """Nothing has values to change."""
-
-    def changing(self, parameter: nn.Parameter, *, in_place: bool) -> None:
-        """Nothing has values to change."""
-
     def tokens(self) -> dict[nn.Parameter, Tensor]:
         """What the uses of each parameter are differentiated to."""
         return self._tokens
-
-    def give(self, parameter: nn.Parameter) -> None:
-        """Nobody asks what a function was given."""
-
-    def hides_gradients(self) -> bool:
-        """No step was before, and this one is refused where a real one would be."""
-        return True
 
     def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
         """The glue layer of whose parameter a tensor is a view."""
