@@ -197,7 +197,7 @@ def test_an_evicted_pack_takes_the_graphs_of_its_calls_along(model: Model) -> No
     calls = [Call(), Call()]
     for index, call in enumerate(calls):
         model.residents.bring(model.forward(index), 0)
-        model.residents.keep_graph(model.residents.packs[index], call)
+        model.residents.graphs.keep(model.residents.packs[index], call)
     model.residents.evict_all_but(model.residents.packs[1])
     assert [call.has_graph for call in calls] == [False, True]
     assert model.resident() == {1}
@@ -206,7 +206,7 @@ def test_an_evicted_pack_takes_the_graphs_of_its_calls_along(model: Model) -> No
 def test_the_graphs_of_the_running_pack_go_before_memory_runs_out(model: Model) -> None:
     call, place = Call(), model.forward(0)
     model.residents.bring(place, 0)
-    model.residents.keep_graph(place.pack, call)
+    model.residents.graphs.keep(place.pack, call)
     assert model.residents.make_room(place)
     assert not call.has_graph
     assert model.resident() == {0}

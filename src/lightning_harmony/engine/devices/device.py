@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -12,8 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_harmony.engine.devices.leaving import Leaving
 from lightning_harmony.engine.devices.recording import Recording, RecordingError, Work
-from lightning_harmony.engine.devices.stream import Event, HostEvent, Moment, Stream, wait_for_one
+from lightning_harmony.engine.devices.stream import Event, HostEvent, Moment, Stream
 from lightning_harmony.plan.values.streams import STREAM_OF
 from lightning_harmony.plan.values.task import Errand, Task
 
@@ -79,8 +79,7 @@ class Device(ABC):
         self.torch_device = torch_device
         self.capacity_bytes = capacity_bytes
         self.recorder: Recorder | None = None
-        self._kept: deque[tuple[Event, Tensor]] = deque()
-        self._updates: list[tuple[HostEvent, int]] = []
+        self._leaving = Leaving()
         self._lasting_bytes = 0
 
     @abstractmethod
@@ -280,11 +279,11 @@ class Device(ABC):
 
     def keep_until(self, event: Event, buffer: Tensor) -> None:
         """Keep a buffer that compute filled alive until a copy of it is done."""
-        self._kept.append((event, buffer))
+        self._leaving.keep(event, buffer)
 
     def note_update(self, updated: HostEvent, num_bytes: int) -> None:
         """Gradients of so many bytes stay here until an update that uses them up, which may outlast the step."""
-        self._updates.append((updated, num_bytes))
+        self._leaving.note_update(updated, num_bytes)
 
     def retire(self, *, wait: bool = False) -> bool:
         """Let go of kept buffers whose copy is done; with ``wait``, of the oldest in any case, or of one update's gradients.
@@ -292,13 +291,7 @@ class Device(ABC):
         Returns:
             Whether there was one to let go.
         """
-        retired = _let_go(self._kept, wait=wait)
-        if wait and not retired and self._updates:
-            wait_for_one([updated for updated, _ in self._updates])
-        under_way = [each for each in self._updates if not each[0].done()]
-        retired = retired or len(under_way) < len(self._updates)
-        self._updates = under_way
-        return retired
+        return self._leaving.retire(wait=wait)
 
     def unplanned_bytes(self) -> int:
         """What plans have to leave of it beside all that they count."""
@@ -307,19 +300,15 @@ class Device(ABC):
     def occupied_bytes(self) -> int:
         """What is allocated now, but for what updates will have used up."""
         while True:
-            passing = self._passing_bytes()
+            passing = self._leaving.updating_bytes()
             num_bytes = self.allocated_bytes() - passing
             # An update that has ended meanwhile may count in one of them alone.
-            if passing == self._passing_bytes():
+            if passing == self._leaving.updating_bytes():
                 return num_bytes
-
-    def _passing_bytes(self) -> int:
-        return sum(num_bytes for updated, num_bytes in self._updates if not updated.done())
 
     def drain(self) -> None:
         """Let go of all kept buffers."""
-        while _let_go(self._kept, wait=True):
-            pass
+        self._leaving.drain()
 
     def room_for(self, num_bytes: int) -> bool:
         """Whether ``num_bytes`` more stay within the capacity."""
@@ -342,16 +331,6 @@ class Device(ABC):
         """Finish all copies and release the streams."""
         for stream in (self.swap_in, self.swap_out, self.stash_in, self.gather):
             stream.close()
-
-
-def _let_go(kept: deque[tuple[Event, Tensor]], *, wait: bool) -> bool:
-    """Let go of what has been copied, or of the oldest in any case; whether there was one."""
-    gone = False
-    while kept and (wait or kept[0][0].done()):
-        event, _ = kept.popleft()
-        event.synchronize()
-        wait, gone = False, True
-    return gone
 
 
 def flat_buffer(num_bytes: int, device: torch.device) -> Tensor:

@@ -168,8 +168,7 @@ class RecordedLayer:
         """Whether weights are of the types and in the places that it knows."""
         if residency is not self._known():
             is_as_known = residency.device is self._device and self._narrow is self.layer.narrow
-            fits = is_as_known and signature(self.layer, residency) == self._signature
-            if not fits:
+            if not (is_as_known and signature(self.layer, residency) == self._signature):
                 return False
             self._known = weakref.ref(residency)
         return not residency.dirty_buffers
@@ -194,7 +193,7 @@ class RecordedLayer:
         """
         expected, self._close = flatten(result)
         self._results = _kinds_of(expected)
-        self._refuse_results(expected, tensors)
+        _refuse_results(expected, tensors)
         if self._signature is None or not self._attributes.are_plain:
             raise RecordingError("tensors that are no buffers are among what it has")
         index = residency.cuda_index
@@ -222,19 +221,6 @@ class RecordedLayer:
         if len(made) != len(outputs) or not all(map(are_same, outputs, made)):
             raise OtherBitsError("what is recorded returns other bits than its code")
         self._memory.refuse_gone()
-
-    def _refuse_results(self, results: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        memories = [each.untyped_storage()._cdata for each in tensors]
-        for each in results:
-            if not isinstance(each, Tensor):
-                if type(each) not in CONSTANTS:
-                    raise RecordingError(f"it returns an object of {type(each).__name__}")
-                continue
-            if type(each) is not Tensor or each.layout is not torch.strided or not is_dense(each):
-                raise RecordingError("it returns a tensor of another kind")
-            if each.untyped_storage()._cdata in memories:
-                raise RecordingError("it returns what it is called with, or two views of one tensor")
-            memories.append(each.untyped_storage()._cdata)
 
     def differs(
         self, residency: Residency, tensors: Sequence[Tensor], before: RandomState, made: Sequence[Tensor]
@@ -379,10 +365,8 @@ class RecordedLayer:
 
     def _fresh(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """Leaves with the memory of inputs."""
-        found = [detached(each) for each in tensors if each is not None]
-        for tensor, needs in zip(found, self._needs, strict=True):
-            tensor.requires_grad_(needs)
-        return found
+        given = [each for each in tensors if each is not None]
+        return [detached(each).requires_grad_(needs) for each, needs in zip(given, self._needs, strict=True)]
 
     def _run(
         self, residency: Residency, inputs: Sequence[Tensor], uses: InputUses, weights: Sequence[Tensor] | None = None
@@ -425,6 +409,29 @@ def _casting_anew() -> Iterator[None]:
 def _kinds_of(results: Sequence[Any]) -> list[tuple[bool, Any]]:
     """Of what a call returns: whether each is a tensor, and what it is if not."""
     return [(True, None) if isinstance(each, Tensor) else (False, each) for each in results]
+
+
+def _refuse_results(results: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    """Refuse what a call returns that could not be made of recorded tensors.
+
+    Args:
+        results: what it returns.
+        tensors: those that it was called with.
+
+    Raises:
+        RecordingError: saying why.
+    """
+    memories = [each.untyped_storage()._cdata for each in tensors]
+    for each in results:
+        if not isinstance(each, Tensor):
+            if type(each) not in CONSTANTS:
+                raise RecordingError(f"it returns an object of {type(each).__name__}")
+            continue
+        if type(each) is not Tensor or each.layout is not torch.strided or not is_dense(each):
+            raise RecordingError("it returns a tensor of another kind")
+        if each.untyped_storage()._cdata in memories:
+            raise RecordingError("it returns what it is called with, or two views of one tensor")
+        memories.append(each.untyped_storage()._cdata)
 
 
 def _nothing(saved: None) -> Tensor:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.memory.agenda import Agenda, Place
+from lightning_harmony.engine.memory.kept_graphs import KeptGraphs
 from lightning_harmony.engine.memory.stash import Stash
 from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.memory.swap import Swapper
@@ -38,13 +37,6 @@ class Visit:
     has_prefetched: bool = False
 
 
-class HasGraph(Protocol):
-    """A call that keeps its graph, and with it the weights that it was computed with."""
-
-    def forget(self) -> None:
-        """Let the graph go."""
-
-
 class Residents:
     """Swaps packs in and out within the capacity of one device, as a plan tells, or else as it predicts their use.
 
@@ -66,6 +58,7 @@ class Residents:
         visit: where lanes are on this device.
         waited_seconds: how long the host has waited for copies to leave room.
         weight_checks: compare weights from before and after the forward.
+        graphs: those that calls of layers keep, until their packs are evicted.
     """
 
     def __init__(
@@ -88,7 +81,7 @@ class Residents:
         self.stash = stash
         self.weight_checks = WeightChecks(device)
         self._let_go = let_go
-        self._graphs: dict[int, weakref.WeakSet[HasGraph]] = {}
+        self.graphs = KeptGraphs()
 
     def enter(self, place: Place, work_bytes: int, *, alone: bool) -> None:
         """Bring the pack of a place, with room for its work, and start to fetch what comes after it.
@@ -231,7 +224,7 @@ class Residents:
         summing = [pack for pack in self.packs if pack.accumulators and pack is not kept]
         for pack in summing:
             self.sums.park(pack)
-        return bool(summing) or self._forget_graphs(place.pack) or self._let_go()
+        return bool(summing) or self.graphs.forget(place.pack) or self._let_go()
 
     def _make_room_at_once(self, place: Place) -> bool:
         """Free something that has left, or that nobody needs any more."""
@@ -296,26 +289,11 @@ class Residents:
             self.evict(self.packs[last])
         return True
 
-    def keep_graph(self, pack: SwappedPack, call: HasGraph) -> None:
-        """A call of a layer of this pack keeps its graph, until the pack is evicted."""
-        self._graphs.setdefault(pack.index, weakref.WeakSet()).add(call)
-
-    def has_graphs(self, pack: SwappedPack) -> bool:
-        """Whether calls of a pack's layers keep their graphs."""
-        return bool(self._graphs.get(pack.index))
-
     def evict(self, pack: SwappedPack) -> None:
         """Take a pack off the device."""
-        self._forget_graphs(pack)
+        self.graphs.forget(pack)
         self.weight_checks.end(pack)
         self.swapper.evict(pack)
-
-    def _forget_graphs(self, pack: SwappedPack) -> bool:
-        """Let the graphs of a pack's calls go; whether there were any."""
-        calls = list(self._graphs.pop(pack.index, ()))
-        for call in calls:
-            call.forget()
-        return bool(calls)
 
     def evict_all_but(self, pack: SwappedPack) -> None:
         """Leave one pack alone on the device, with all memory for its work: the host has updated it."""

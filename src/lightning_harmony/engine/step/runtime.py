@@ -17,8 +17,8 @@ from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.layers.open_call import OpenCall
 from lightning_harmony.engine.layers.recordings import Recordings
 from lightning_harmony.engine.layers.surroundings import Surroundings
+from lightning_harmony.engine.memory.kept_graphs import HasGraph
 from lightning_harmony.engine.memory.placement import Placement
-from lightning_harmony.engine.memory.residents import HasGraph
 from lightning_harmony.engine.memory.stash import Alias, Stashed, is_small
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Launched, Transfers
 from lightning_harmony.engine.model.host_store import begins_in, lies_in
@@ -353,7 +353,7 @@ class Runtime:
         residents, work = self._placement.residents_of(index), self._observer.work
         if not residents.device.room_for(work.graph_bytes([layer]) + work.bytes([layer], Phase.FORWARD)):
             return False
-        residents.keep_graph(residents.packs[index], call)
+        residents.graphs.keep(residents.packs[index], call)
         return True
 
     def measuring_graph(self, layer: SwappedLayer) -> AbstractContextManager[None]:
