@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,6 +24,7 @@ from lightning_harmony.engine.step.turns import Microbatch
 from lightning_harmony.engine.updates.optimizer_twin import by_value
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
+from lightning_harmony.fit.loss_gradient import LossGradient
 from lightning_harmony.fit.unchanged import UnchangedBatch, UnchangedParameters
 from lightning_harmony.fit.user_steps import TrainingStep, before_accumulation, run_without_backward
 from lightning_harmony.held.optimizer_readers import OptimizerReaders, scheduler_reader
@@ -62,10 +63,11 @@ class Training:
         self._interleaving = Interleaving(self.tree, self.trainer, self.engine)
         self._readers = OptimizerReaders(self._interleaving.places, self._module, self.engine.modules_of_layers())
         self.deferred.policy.default_dtypes = self._interleaving.default_dtypes
+        self._loss_gradient = LossGradient(self.tree, self.trainer, self.deferred.policy)
         self._budget = HostBudget(self.engine, self.trainer, self.deferred.policy)
         # Where nothing says it, the fewest that fit. Of several devices each has one to run, and one to wait for.
         self._number = 1 if len(self.engine.devices) == 1 else 2 * len(self.engine.devices)
-        self.engine.step.has_optimizer = self._has_optimizer
+        self.engine.step.has_optimizer = self._loss_gradient.is_optimized
         self.split_check.look_at_model()
 
     def start(self) -> None:
@@ -198,7 +200,7 @@ class Training:
         if compat.is_backward_skipped(self.trainer) or not any(each.requires_grad for each in steps):
             self._abandon()
         else:
-            parameters = self._module.parameters() if self._is_backward_own() else ()
+            parameters = self._module.parameters() if self._loss_gradient.is_backward_own() else ()
             anchor = anchored(torch.zeros((), requires_grad=True), parameters)
             unchanged = UnchangedParameters.of(self.tree, self.trainer, self.engine.parameters_in_graph())
             loss = DeferredBackward.apply(anchor, loss, partial(self._backward, len(sizes), unchanged))
@@ -232,7 +234,7 @@ class Training:
         seed = torch.initial_seed()
         seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
         microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
-        num_elements, predicted = _largest(steps), self._predicted_gradient()
+        num_elements, predicted = _largest(steps), self._loss_gradient.predicted()
 
         def limit() -> None:
             self._budget.limit(is_deferred=self._is_deferred())
@@ -258,39 +260,6 @@ class Training:
     def _is_deferred(self) -> bool:
         return self.deferred.policy.choose()[0] == "deferred"
 
-    def _predicted_gradient(self) -> float | None:
-        """The gradient that Lightning will bring to the sum over all batches of a step.
-
-        None where it adds to earlier gradients, where gradients come to tensors that are none of the module's, for Lightning
-        zeroes those when it knows the loss, or where the user's own `backward` may bring any other, or ask for some
-        parameters: to rescale what was computed from a wrong prediction would round otherwise.
-        """
-        # In the first batches of a step there is nothing to add to.
-        adds = self.trainer.accumulate_grad_batches > 1 and any(p.grad is not None for p in self._module.parameters())
-        return None if adds or self._is_backward_own() or self._trains_others() else self._scale()
-
-    def _scale(self) -> float:
-        scaler = self.deferred.policy.scaler
-        return 1.0 if scaler is None else float(scaler.get_scale())
-
-    def _trains_others(self) -> bool:
-        """Whether an optimizer has parameters that the module has not, such as latents of samples."""
-        own = frozenset(self._module.parameters())
-        return any(parameter not in own for parameter in self._optimized())
-
-    def _has_optimizer(self, parameter: nn.Parameter) -> bool:
-        return any(each is parameter for each in self._optimized())
-
-    def _optimized(self) -> Iterator[nn.Parameter]:
-        """The parameters that optimizers have."""
-        groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
-        return (parameter for group in groups for parameter in group["params"])
-
-    def _is_backward_own(self) -> bool:
-        """Whether the user's own code calls the backward."""
-        plugin, base = type(self.trainer.precision_plugin), self.tree.part("plugins.precision").Precision
-        return self.tree.overrides(self._module, "backward") or plugin.backward is not base.backward
-
     def _backward(self, num_microbatches: int, unchanged: UnchangedParameters, gradient: Tensor, anchor: Any) -> None:
         """Run the backward of all microbatches; the gradient of the batch's loss has come.
 
@@ -302,7 +271,7 @@ class Training:
         """
         try:
             unchanged.check()
-            whole = before_accumulation(gradient, self._scale(), self.trainer.accumulate_grad_batches)
+            whole = before_accumulation(gradient, self._loss_gradient.scale(), self.trainer.accumulate_grad_batches)
             self._backward_and_report(whole, self._requested(anchor), num_microbatches)
         finally:
             self._interleaving.finish()
