@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
 from types import FrameType
@@ -33,7 +32,8 @@ from lightning_harmony.held.held_state import (
 from lightning_harmony.held.places import Contents, Places, Together
 from lightning_harmony.held.shared_settings import NOT_SWITCHED, context_now
 from lightning_harmony.held.variables import MISSING
-from lightning_harmony.microbatches.carried_state import CarriedState, Found, are_same
+from lightning_harmony.microbatches.carried_state import CarriedState, are_same
+from lightning_harmony.microbatches.conclusion import Conclusion, Seen
 from lightning_harmony.microbatches.fingerprints import Fingerprints
 from lightning_harmony.microbatches.lane_attributes import (
     Draws,
@@ -46,40 +46,7 @@ from lightning_harmony.microbatches.read_metrics import ReadMetrics
 
 # Of a step, watching takes at most this share, beside one microbatch at whose calls everything is looked at.
 _SHARE = 0.01
-
-
 _OWN_PACKAGE = __name__.partition(".")[0]
-
-
-@dataclass
-class _Seen:
-    """What was seen of the microbatches of one step.
-
-    Attributes:
-        at_calls: by place and name, before the call of which layer it differed from the beginning, and what it was.
-        steps: by place and name, how far a number went in each microbatch; None of what is no whole number.
-        hazard: what speaks against taking turns, and where it was seen first.
-        changed: the places that a microbatch left other than it found them, with what it changed there.
-        shrank: the lists and sets that did not only grow.
-        only_grew: of those that grew, the ones that lanes switch for no other reason.
-        lengths: of those that did, the lengths that the second microbatch saw.
-        tells_apart: what lanes switch.
-        drawn: by place and name, when microbatches draw from a generator.
-        in_place: the tensors, by place and name, that are changed in place behind the last layer.
-        in_backward: what is changed, by place and name, when the backward of a microbatch runs.
-    """
-
-    at_calls: dict[tuple[str, Any], str] = field(default_factory=dict)
-    steps: dict[tuple[str, Any], list[int | None]] = field(default_factory=dict)
-    hazard: str | None = None
-    changed: dict[tuple[str, Any], Held] = field(default_factory=dict)
-    shrank: set[str] = field(default_factory=set)
-    only_grew: set[str] = field(default_factory=set)
-    lengths: dict[str, set[int]] = field(default_factory=dict)
-    tells_apart: set[tuple[str, Any]] = field(default_factory=set)
-    drawn: dict[tuple[str, Any], Draws] = field(default_factory=dict)
-    in_place: set[tuple[str, Any]] = field(default_factory=set)
-    in_backward: set[tuple[str, Any]] = field(default_factory=set)
 
 
 class Watch:
@@ -102,7 +69,7 @@ class Watch:
         others: Callable[[], Iterable[tuple[str, Callable[[], Any]]]] = tuple,
     ) -> None:
         self._model, self._places, self._buffers, self._others = model, places, buffers, others
-        self.seen = _Seen()
+        self.seen = Seen()
         self._begun = Contents(Together(()))
         self._marks: list[tuple[Held, Any, Any, Any]] = []
         self._settings: list[Any] = []
@@ -319,7 +286,7 @@ class Watch:
         self._note(what, f"layer {layer!r}")
 
     def _note(self, what: str, before: str) -> None:
-        self.seen.hazard = self.seen.hazard or f"{what} before {before}"
+        self.seen.note(what, before)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -329,92 +296,18 @@ class Watch:
         self._spent += time.perf_counter() - before
 
     def conclude(self, known: KnownChanges, num_microbatches: int) -> str | None:
-        """The step has ended: note what it changes; what speaks against taking turns, if anything does."""
+        """The step has ended: note what it changes; what speaks against taking turns, if anything does.
+
+        Args:
+            known: where to note it.
+            num_microbatches: of the step.
+        """
         self._silent.refuse_changed_again()
-        seen = self.seen
-        for (place, name), layer in seen.at_calls.items():
-            held = seen.changed.get((place, name))
-            if name is ALL:
-                known.places.add(place)
-                if place not in seen.shrank:
-                    known.growing.add(place)
-                    if len(seen.lengths.get(place, ())) == 2:
-                        known.passed_on.add(place)
-            elif (place, name) in seen.tells_apart:
-                known.places.add(place)
-            else:
-                steps = seen.steps.get((place, name), [])
-                if len(steps) != num_microbatches or len(set(steps)) != 1 or steps[0] is None:
-                    what = f"{name!r} of {place!r}" if held is None else in_words(held, name)
-                    self._note_hazard(f"{what} is changed", layer)
-                else:
-                    known.places.add(place)
-                    known.counters.setdefault(place, {})[name] = steps[0]
-        self._conclude_ends(known)
-        known.drawn.update(seen.drawn)
-        known.in_place |= seen.in_place
-        for found in self._carried.conclude():
-            if found.name in known.counters.get(found.held.name, ()):
-                # Lanes tell how far one is.
-                continue
-            step = self._step_of_count(found, num_microbatches) if found.is_unseen else None
-            if step is not None:
-                known.places.add(found.held.name)
-                known.counters.setdefault(found.held.name, {})[found.name] = step
-                known.harmless.get(found.held.name, set()).discard(found.name)
-                continue
-            is_read = found.used_at is not None or self._adds_at_several_places(found, known)
-            if is_read and (found.is_apart or not self._comes_in_order(found, known)):
-                what = in_words(found.held, found.name)
-                seen.hazard = seen.hazard or f"{what} passes something on from one microbatch to the next"
-        self._conclude_changes(known)
-        return seen.hazard
-
-    def _adds_at_several_places(self, found: Found, known: KnownChanges) -> bool:
-        """Whether a list or set that a microbatch has added to, and read then, lacks what others add if they take turns."""
-        place = found.held.name
-        return found.name is ALL and (place, ALL) in self.seen.at_calls and place not in known.passed_on
-
-    def _step_of_count(self, found: Found, num_microbatches: int) -> int | None:
-        """How far each microbatch has counted it; None if it is no such number."""
-        steps = self.seen.steps.get((found.held.name, found.name), [])
-        return steps[0] if len(steps) == num_microbatches and len(set(steps)) == 1 else None
-
-    def _conclude_changes(self, known: KnownChanges) -> None:
-        """Note all that was changed."""
-        seen, all_found = self.seen, self._carried.all()
-        keys = {*seen.changed, *seen.at_calls, *seen.in_place}
-        others = [found for found in all_found if not found.is_buffer and not found.is_in_new]
-        in_backward = {(found.held.name, found.name) for found in others} - keys
-        for place, name in (*keys, *in_backward):
-            known.changed.setdefault(place, set()).add(name)
-        known.in_backward |= seen.in_backward | in_backward
+        return Conclusion(self.seen, self._carried, self._of_layers).conclude(known, num_microbatches)
 
     def close(self) -> None:
         """The step is over, as far as it came."""
         self._carried.close()
-
-    def _comes_in_order(self, found: Found, known: KnownChanges) -> bool:
-        """Whether microbatches that take turns find what the one before has left, between the same two calls."""
-        place, name = found.held.name, found.name
-        if (place, name) not in self.seen.at_calls:
-            return True
-        if name is ALL:
-            return place in known.passed_on
-        if name in self._of_layers.get(id(found.held.content), ()):
-            return True
-        return found.held.kind is Kind.MODULE and has_tensors([found.held.content.get(name), *found.begun])
-
-    def _conclude_ends(self, known: KnownChanges) -> None:
-        """Note what is changed behind the last call of a layer alone."""
-        seen = self.seen
-        for (place, name), held in seen.changed.items():
-            # No layer is called behind it, and microbatches come there in their order; the first one's changes are all found.
-            if (place, name) not in seen.at_calls:
-                is_plain = held.has_attributes or held.kind is Kind.HOOKS
-                known.harmless.setdefault(place, set()).add(name if is_plain or name is ALL else ALL)
-        for place, name in seen.at_calls:
-            known.harmless.get(place, set()).difference_update((name, ALL))
 
 
 def _grew(before: Any, now: Any) -> bool:
