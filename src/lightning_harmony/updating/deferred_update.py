@@ -50,7 +50,7 @@ class DeferredUpdate:
             with self._clipping(), self._stepping(optimizer) if self.may_wait else nullcontext():
                 yield
         except BaseException:
-            # Whoever hears of the error may look at parameters.
+            # Code that hears of the error may look at parameters.
             self._engine.updater.postponed.drain()
             raise
         finally:

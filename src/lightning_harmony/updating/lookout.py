@@ -21,7 +21,7 @@ from lightning_harmony.engine.structures.parts import storages_of
 # What tells nothing that an update changes.
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 _TELLS_NOTHING = ANSWERED - {_GRADIENT, *(getattr(Tensor, name).__get__ for name in ("_version", "_base"))}
-# Whoever has looked behind so many steps in a row is taken to look behind the next one, too.
+# Code that has looked behind so many steps in a row is taken to look behind the next one, too.
 _MOST_IN_A_ROW = 2
 _NOT_THE_USERS = ("torch", "lightning_harmony")
 _RUN_ELSEWHERE = ("threading", "_thread", "concurrent", "asyncio", "multiprocessing")

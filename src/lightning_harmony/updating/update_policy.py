@@ -132,7 +132,7 @@ class UpdatePolicy:
         return self._holds_state
 
     def _look_at_holders(self) -> None:
-        """See what is held by whoever has code that runs between steps, if that is somebody else than was looked at."""
+        """See what is held by those whose code runs between steps, if they are others than were looked at."""
         trainer, module, optimizer = self.trainer, self.trainer.lightning_module, self._optimizers[0]
         owners = [*trainer.callbacks, *trainer.loggers, trainer.datamodule, trainer.train_dataloader]
         # What the user's code has set there, beside Lightning's own.
