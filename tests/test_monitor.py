@@ -349,6 +349,37 @@ def test_a_step_that_is_never_reached_is_said_not_to_be_recorded(strategy: Any, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:.*training_step.* returned .None.")
+def test_a_step_that_is_skipped_is_said_not_to_be_recorded(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"trace_step=1\) recorded nothing: that step was skipped, as training_step"):
+        fit(HarmonyMonitor(trace_step=1, dirpath=tmp_path), module=Skips())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_before_the_checkpoint_that_a_fit_goes_on_from_is_said_not_to_be_recorded(tmp_path: Path) -> None:
+    """The warning said that the fit had ended before that step."""
+    fit().save_checkpoint(tmp_path / "last.ckpt")
+    monitor = HarmonyMonitor(trace_step=1, dirpath=tmp_path / "steps")
+    trainer = trainer_for(harmony(), callbacks=[monitor], max_epochs=2)
+    with pytest.warns(UserWarning, match=rf"recorded nothing: the fit began after that step, with step {NUM_STEPS}"):
+        trainer.fit(Model(), loader(), ckpt_path=tmp_path / "last.ckpt")
+
+
+def test_a_step_that_is_undone_and_runs_again_is_recorded(tmp_path: Path) -> None:
+    class Passes(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx >= 2:
+                # Seen only then: the step runs again, one microbatch after the other.
+                loss = loss * (1 + getattr(self, "last", 0.0))
+                self.last = float(loss.detach())
+            return loss
+
+    _, recording = record(tmp_path, 2, module=Passes())
+    assert Phase.FORWARD in {span.task.kind for device in recording.measured.devices for span in device.spans}
+    assert recording.why_unpredicted() == "microbatches ran one after the other"
+
+
 def test_a_first_step_that_an_earlier_fit_planned_is_recorded_by_its_plan(tmp_path: Path) -> None:
     cached = {"profile_cache": tmp_path / "profiles"}
     fit(strategy=harmony(**cached))

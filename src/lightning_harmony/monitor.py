@@ -50,7 +50,8 @@ class MonitorMixin(_Base):
             raise ValueError(f"HarmonyMonitor(trace_step={trace_step!r}): the number of a step, from 0, is needed")
         self.trace_step = trace_step
         self.dirpath = dirpath
-        self._has_asked = False
+        self._is_done = False
+        self._first_step = 0
         self._logged: StepReport | None = None
         self._names: set[tuple[str, ...]] = set()
         self._num_samples, self._seconds, self._start = 0, 0.0, 0.0
@@ -64,7 +65,7 @@ class MonitorMixin(_Base):
         """
         if stage != "fit":
             return
-        self._has_asked = False
+        self._is_done = False
         self._logged = None
         self._names.clear()
         self._num_samples, self._seconds = 0, 0.0
@@ -84,6 +85,11 @@ class MonitorMixin(_Base):
         return error
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note where the fit begins: it may go on from a checkpoint."""
+        self._first_step = compat.logged_step(trainer)
+
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Ask for what is wanted of this step."""
         self._start = time.perf_counter()
@@ -93,8 +99,7 @@ class MonitorMixin(_Base):
             self._say_what_is_missing(trainer)
             return
         recorder.measures_busy = bool(trainer.loggers) and compat.logs_this_step(trainer)
-        if self.trace_step is not None and compat.logged_step(trainer) == self.trace_step and not self._has_asked:
-            self._has_asked = recorder.records_next = True
+        recorder.records_next = self._is_to_record(trainer)
 
     @override
     def on_train_batch_end(
@@ -118,12 +123,20 @@ class MonitorMixin(_Base):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say that the step to record was never reached."""
-        if self.trace_step is not None and not self._has_asked:
-            LightningTree(self.tree).warn(
-                f"HarmonyMonitor(trace_step={self.trace_step}) recorded nothing: the fit ended before that step. Its last "
-                f"was step {compat.logged_step(trainer) - 1}, as steps count from 0"
-            )
+        """Say why the step to record was not."""
+        if self.trace_step is None or self._is_done:
+            return
+        last = compat.logged_step(trainer) - 1
+        if self.trace_step > last:
+            why = f"the fit ended before that step. Its last was step {last}, as steps count from 0"
+        elif self.trace_step < self._first_step:
+            why = f"the fit began after that step, with step {self._first_step}"
+        else:
+            why = "that step was skipped, as training_step returned None"
+        LightningTree(self.tree).warn(f"HarmonyMonitor(trace_step={self.trace_step}) recorded nothing: {why}")
+
+    def _is_to_record(self, trainer: Trainer) -> bool:
+        return not self._is_done and self.trace_step == compat.logged_step(trainer)
 
     def _log(self, trainer: Trainer, report: StepReport) -> None:
         figures = _figures(report)
@@ -141,14 +154,15 @@ class MonitorMixin(_Base):
 
     def _say_what_is_missing(self, trainer: Trainer) -> None:
         """The model fits: nothing is swapped that could be recorded."""
-        if self.trace_step is not None and compat.logged_step(trainer) == self.trace_step and not self._has_asked:
-            self._has_asked = True
+        if self._is_to_record(trainer):
+            self._is_done = True
             LightningTree(self.tree).warn(
                 f"HarmonyMonitor(trace_step={self.trace_step}) records nothing: the model fits on its device, where nothing "
                 "is swapped; HarmonyStrategy(device_memory=...) with less than it takes has its layers swapped"
             )
 
     def _write(self, trainer: Trainer, text: str) -> None:
+        self._is_done = True
         file = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir) / f"step-{self.trace_step}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")

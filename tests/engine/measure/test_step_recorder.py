@@ -165,7 +165,6 @@ class TestRecording:
         (device,) = run.devices
         run.clock.now = 100.0
         recorder = run.begin(record=True)
-        assert not recorder.records_next
 
         def copying(until: float) -> Callable[[], None]:
             return lambda: setattr(run.clock, "now", until)
@@ -182,7 +181,9 @@ class TestRecording:
         device.start_copy(Errand.SWAP_OUT, "gradients", 7, copying(105.0), pack=1)
         device.copies.run()
         recorder.note_update(run.packs[1].parameters, 105.0, 106.0)
+        run.clock.now = 107.0
         recorder.end(7.0, 2, "just-in-time: so")
+        assert not recorder.records_next
 
         assert recorder.recording is not None
         (done,) = recorder.recording.measured.devices
@@ -284,6 +285,18 @@ class TestRecording:
         recorder.end(1.0, 2, "")
         assert recorder.recording is not None
         assert recorder.recording.plan == later
+
+    def test_an_attempt_that_is_undone_leaves_the_recording_to_the_next_one(self, make: Callable[..., Run]) -> None:
+        run = make()
+        recorder = run.begin(record=True)
+        run.compute(2.0)
+        recorder.drop()
+        recorder.begin(PLAN, run.packs)
+        run.compute(3.0)
+        recorder.end(3.0, 2, "")
+        assert run.spans() == [("0F0", 0.0, 1.0)]
+        assert recorder.recording is not None
+        assert recorder.recording.measured.seconds == 1.0
 
     def test_another_recorder_takes_over_what_was_asked(self, make: Callable[..., Run]) -> None:
         run, other = make(), make()

@@ -107,7 +107,7 @@ class StepRecorder:
 
     Attributes:
         measures_busy: whether steps from the next one on are to tell how long devices compute.
-        records_next: whether all of the next step is to be recorded.
+        records_next: whether all of the next step is to be recorded; until one has come to its end.
         recording: the newest step that was recorded, until a callback takes it.
     """
 
@@ -139,7 +139,7 @@ class StepRecorder:
         self.drop()
         if not (self.measures_busy or self.records_next):
             return
-        in_full, self.records_next = self.records_next, False
+        in_full = self.records_next
         if in_full:
             # Then the clocks of all devices and of the host agree on when it began.
             for device in self._devices:
@@ -186,7 +186,10 @@ class StepRecorder:
         if step is None:
             return []
         if step.in_full:
-            self.recording = self._recording(step, seconds, num_microbatches, update)
+            self.records_next = False
+            # Less than that of the whole step where a first attempt was undone.
+            recorded = min(seconds, time.perf_counter() - step.start_seconds)
+            self.recording = self._recording(step, recorded, num_microbatches, update)
         computed = [[work for work in several if _stream(work.task) == COMPUTE] for several in step.work]
         if not any(computed):
             return []

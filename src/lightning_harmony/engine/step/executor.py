@@ -225,6 +225,9 @@ class Executor:
         """
         self.abandon()
         if is_training:
+            if not self.recorder.is_recording:
+                # An attempt at this step was undone, or what is abandoned here was taken for it.
+                self.recorder.begin(self.plan, self._placement.packs)
             self._plan_step(num_elements, len(microbatches))
             on_plan()
         is_measuring = self.measures(num_elements, is_training=is_training)
