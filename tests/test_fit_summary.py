@@ -272,6 +272,16 @@ class LooksForGradients(pl.Callback):
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize(("options", "tells_of_gradients"), [({}, True), ({"gradient_clip_val": 0.1}, False)])
+def test_gradients_that_are_gone_after_a_step_are_said_to_be(
+    said: list[str], options: dict[str, Any], tells_of_gradients: bool
+) -> None:
+    """Whoever read them when the epoch or the fit was over found None, and nothing had said so."""
+    fit(**options)
+    assert ("p.grad is None" in said[1]) == tells_of_gradients
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize(("update", "finds"), [("auto", False), ("deferred", True)])
 def test_who_finds_no_gradients_is_told_why(update: Any, finds: bool) -> None:
     callback = LooksForGradients()

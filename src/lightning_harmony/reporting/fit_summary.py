@@ -136,6 +136,8 @@ def describe_plan(
     )
     table = _table(engine, optimizers, prediction, is_deferred=update == "deferred")
     facts = [(update, in_words(update, reason))]
+    if update == "just-in-time":
+        facts.append(("p.grad is None", 'After a step; HarmonyStrategy(update="deferred") keeps gradients'))
     if not takes_turns:
         facts.insert(0, ("one by one", "Microbatches run one after the other, which no plan predicts"))
     if seen is not None:
