@@ -165,6 +165,12 @@ def test_a_model_of_the_hub_that_cannot_be_read_says_why_and_what_works_offline(
             ["--config", "{broken}", "--batch", "float32[4, 64]"],
             "test_estimate_command.Broken cannot be built: ValueError",
         ),
+        (["transformers.GPT2Model", "--batch-size", "4"], "of a Hugging Face configuration, where none is given"),
+        (
+            ["no_package.Model"],
+            "No module named 'no_package'. Give package.module.Name, as seen from the current folder, of a",
+        ),
+        (["./no/folder"], "'./no/folder' is no import path, and there is no such file or folder"),
         ([""], "name a model, or give --config"),
         (["test_estimate_command.Wide", "--batch", f"float32[{10**20}]"], "is no batch: "),
         (["--config", "{no_class}"], "'3' is no import path"),

@@ -103,12 +103,16 @@ def import_by_path(path: str) -> Any:
     _look_in_current_folder()
     module, _, name = path.replace(":", ".").rpartition(".")
     if not all(part.isidentifier() for part in (*module.split("."), name)):
-        raise ValueError(f"{path!r} is no import path: give package.module.Name, as seen from the current folder")
+        missing = ", and there is no such file or folder" if "/" in path and not Path(path).exists() else ""
+        raise ValueError(
+            f"{path!r} is no import path{missing}: give package.module.Name, as seen from the current folder"
+        )
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{path!r} cannot be imported: {error}. Give package.module.Name, as seen from the current folder"
+            f"{path!r} cannot be imported: {error}. Give package.module.Name, as seen from the current folder, of a package "
+            "that is installed"
         ) from error
 
 

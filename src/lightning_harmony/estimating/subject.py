@@ -156,7 +156,10 @@ def make_subject(
     """
     is_config = hasattr(model, "model_type") and hasattr(model, "to_dict")
     if (batch_size or sequence_length) and not (is_config and batch is None):
-        raise ValueError("the batch that is given has its own sizes: leave out batch_size and sequence_length")
+        raise ValueError(
+            "batch_size and sequence_length shape the batch of a Hugging Face configuration, where none is given: leave out "
+            "batch_size and sequence_length, and give all tensors of the batch"
+        )
     subject = _of_config(model, batch, batch_size or 8, sequence_length) if is_config else _of_module(model, batch)
     if precision in _TRUE_TYPES:
         dtype = _TRUE_TYPES[precision]
