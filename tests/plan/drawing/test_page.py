@@ -108,6 +108,12 @@ def test_the_summary_tells_seconds_shares_peak_and_bytes() -> None:
     assert "weights 9%" in idle_words(PREDICTION, 0)
 
 
+def test_what_comes_from_other_devices_is_not_told_among_what_goes_to_the_host() -> None:
+    devices = (PREDICTION.devices[0], replace(PREDICTION.devices[0], transferred_bytes=3072))
+    *_, last = summary(replace(STEP, num_devices=2), replace(PREDICTION, devices=devices))
+    assert last.endswith("; out: 1 KiB stash, 2 KiB gradients; from other devices: 3 KiB")
+
+
 @given(planned=plans(), machine=machines)
 @limits(max_examples=30)
 def test_whatever_is_predicted_can_be_drawn(planned: tuple[Plan, tuple[Cost, ...]], machine: MachineLimits) -> None:

@@ -42,7 +42,7 @@ def summary(plan: Plan, prediction: Prediction) -> list[str]:
         swapped_in, swapped_out = device.swapped_in_bytes, device.swapped_out_bytes
         share = device.compute_seconds / seconds if seconds else 0.0
         waits = idle_words(prediction, number)
-        transferred = f", {format_bytes(device.transferred_bytes)} from other devices" if plan.num_devices > 1 else ""
+        transferred = f"; from other devices: {format_bytes(device.transferred_bytes)}" if plan.num_devices > 1 else ""
         lines.append(
             f"device {number}: computes {share:.0%} of the time{waits and f' (idle: {waits})'}, {held_words(device)}; "
             f"in: {_by_kind(swapped_in)}; out: {_by_kind(swapped_out)}{transferred}"
