@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.engine.layers.layer_call import LayerCall
+from lightning_harmony.engine.memory import stash
 from support import same_training
 from support.nets import WIDTH
 from support.same_training import Net, Update, assert_same_training, trainer_for
@@ -472,6 +473,68 @@ class ShiftsOutputs(Stack):
 
 def test_an_output_that_nothing_has_saved_may_be_changed_in_place() -> None:
     assert_same_training(Net(ShiftsOutputs()), samples(), device_memory="100KiB", layers=[Block])
+
+
+class Plain(nn.Module):
+    """Saves nothing of its input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * 1.5).tanh()
+
+
+class AddsToInputs(Stack):
+    """Adds to what it has called a layer with what that returns: no backward needs what was there."""
+
+    def __init__(self) -> None:
+        super().__init__(Plain)
+
+    def run(self, x: Tensor) -> Tensor:
+        x = x * 1.5
+        for block in self.blocks:
+            x += block(x)
+        return x
+
+
+class FillsAgain(AddsToInputs):
+    """All layers are given one tensor, which is filled anew for each."""
+
+    class Moved(Plain):
+        def forward(self, x: Tensor, offset: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x + offset)
+
+    def __init__(self) -> None:
+        Stack.__init__(self, FillsAgain.Moved)
+
+    def run(self, x: Tensor) -> Tensor:
+        offset = torch.empty_like(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x, offset.fill_(number))
+        return x
+
+
+class CallsAgain(AddsToInputs):
+    """Calls one layer several times before its backward comes."""
+
+    def run(self, x: Tensor) -> Tensor:
+        x = x * 1.5
+        for _ in self.blocks:
+            x += self.blocks[0](x)
+        return x
+
+
+@pytest.mark.parametrize("memory", [None, "48KiB"])
+@pytest.mark.parametrize("net", [AddsToInputs, FillsAgain, CallsAgain])
+def test_an_input_that_nothing_has_saved_may_be_changed_in_place_behind_the_layer(
+    net: type[AddsToInputs], memory: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused unless it was small, as it had not gone to the host by then."""
+    monkeypatch.setattr(stash, "SMALLEST_BYTES", 256)
+    tolerance = 1e-6 if net is CallsAgain else 0.0
+    assert_same_training(Net(net()), samples(), device_memory=memory, layers=[Plain], tolerance=tolerance)
 
 
 # ---- other graphs ------------------------------------------------------------------------------------------------------

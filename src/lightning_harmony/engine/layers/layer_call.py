@@ -319,6 +319,9 @@ class LayerCall(Call):
             stack: takes contexts that last until the backward leaves the call.
         """
         self.residency = residency
+        self._recompute.note_later_changes()
+        if self.runtime.is_last_backward():
+            self.layer.first_inputs = []
         stack.callback(self._leave)
         stack.enter_context(self.runtime.surroundings.differentiating(residency))
         # For as long as the backward is here: a checkpoint within the layer runs a part of it again.

@@ -19,6 +19,7 @@ from lightning_harmony.engine.memory.opaque import StashedObject
 from lightning_harmony.engine.model.attributes import Attributes
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, version_of
 from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.structures.operations import is_counted, version_counter
 from lightning_harmony.engine.structures.parts import cloned
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -47,6 +48,7 @@ class Recompute:
     def keep_inputs(self, residency: Residency) -> None:
         """Stash what the layer is called with."""
         arguments, layer, runtime = self._arguments, self._layer, self._runtime
+        self.note_later_changes()
         self._inputs = [
             KeptTensor(runtime.stash(runtime.at_layer(tensor, residency)), tensor) for tensor in arguments.tensors
         ]
@@ -97,7 +99,15 @@ class Recompute:
                 "called before without: its backward could not run it again; make that operation out of place (for example "
                 "nn.ReLU(inplace=False))"
             )
+        if layer.changes_inputs is None:
+            layer.first_inputs = [(version_counter(t), t._version) for t in self._arguments.tensors if is_counted(t)]
         layer.changes_inputs = bool(layer.changes_inputs) or has_changed
+
+    def note_later_changes(self) -> None:
+        """See whether what the layer was first called with was changed in place since: others are then copied in time, too."""
+        layer = self._layer
+        if any(counter._version != version for counter, version in layer.first_inputs):
+            layer.changes_inputs = True
 
     @contextmanager
     def beside(self, residency: Residency) -> Iterator[None]:

@@ -11,11 +11,10 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_harmony.engine.structures.operations import detached, version_counter
+from lightning_harmony.engine.structures.operations import detached, is_counted, version_counter
 from lightning_harmony.errors import UnsupportedModelError
 
 _OWN_HOOKS = ("torch", __name__.partition(".")[0])
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 class SavedTensor:
@@ -35,9 +34,8 @@ class SavedTensor:
         self.content = detached(tensor) if keep else None
         self._layout = _layout_of(tensor)
         self._what, self._open = what, open
-        is_plain = tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is _NO_DISPATCH
+        is_plain = is_counted(tensor)
         self._counter = version_counter(tensor) if is_plain else None
-        # Autograd saves no tensors of inference mode, which count no versions.
         self._version = tensor._version if is_plain else 0
 
     def load(self) -> Tensor:

@@ -129,7 +129,9 @@ class SwappedLayer:
         num_compared_calls: how many of its calls were looked at for changes that no version tells.
         changed_buffers: those that layers have changed in this step: one set for all layers, which may share modules.
         host_buffers: in a training step, the host's buffers as they should be, and their versions: one dict for all layers.
-        changes_inputs: whether its code changes inputs in place; None before the first call.
+        changes_inputs: whether its code changes inputs in place, or its caller does so behind it; None before the first call.
+        first_inputs: what counts how often those of its first call are changed in place, and that number at its end, until its
+            backward comes.
         shares_inputs: whether others used what it was called with after it, before the next call.
         reaches_elsewhere: whether its code has used tensors of other devices than its own.
         unversioned_buffers: those that its code changes through `.data`, of which no version tells.
@@ -165,6 +167,7 @@ class SwappedLayer:
         self.changing_buffers: set[BufferKey] = set()
         self.num_compared_calls = 0
         self.changes_inputs: bool | None = None
+        self.first_inputs: list[tuple[Tensor, int]] = []
         self.is_training = self.is_in_graph = self.reaches_elsewhere = self.shares_inputs = False
         self.changed_buffers: set[BufferKey] = set()
         self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}

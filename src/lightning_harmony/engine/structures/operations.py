@@ -122,6 +122,12 @@ def detached(tensor: Tensor) -> Tensor:
         del guard
 
 
+def is_counted(tensor: Tensor) -> bool:
+    """Whether a tensor has a version that `version_counter` shares. Those of inference mode have none."""
+    is_plain = tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is _NO_DISPATCH
+    return is_plain and not tensor.is_inference()
+
+
 def version_counter(tensor: Tensor) -> Tensor:
     """A tensor without memory whose version is that of another one, of a class without code of its own."""
     guard = _Guard()
