@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.engine.layers.layer_call import LayerCall
-from lightning_harmony.engine.memory import stash
 from support import same_training
 from support.nets import WIDTH
 from support.same_training import Net, Update, assert_same_training, trainer_for
@@ -407,6 +406,34 @@ def test_what_a_layer_has_changed_is_so_for_its_caller_on_another_device(block: 
     assert_same_training(net, samples(), device_memory="48KiB", layers=[block], devices=2)
 
 
+class ChangesData(Stack):
+    """Changes the data of what it has called a layer with, which counts no version, and uses it once more."""
+
+    def __init__(self, data: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(Plain)
+        self.data = data
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x * 1.1
+            data, y = self.data(x), block(x)
+            data.add_(1)
+            x = x + y + block(x).detach()
+        return x
+
+
+DATA: list[Callable[[Tensor], Tensor]] = [lambda x: x.data, lambda x: x.view(-1).data]
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_what_is_used_on_another_device_has_the_data_that_it_was_given(
+    data: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy from before was used: losses were wrong without a word."""
+    monkeypatch.setattr("lightning_harmony.engine.memory.stash.SMALLEST_BYTES", 16 * 1024)
+    assert_same_training(Net(ChangesData(data)), samples(), layers=[Plain], devices=2)
+
+
 def test_to_change_a_view_of_what_is_on_another_device_is_refused() -> None:
     net = Net(ReadsWhatLayersChanged(ChangesAView))
     assert_same_training(net, samples(), device_memory="48KiB", layers=[ChangesAView], devices=1)
@@ -529,10 +556,9 @@ class CallsAgain(AddsToInputs):
 @pytest.mark.parametrize("memory", [None, "48KiB"])
 @pytest.mark.parametrize("net", [AddsToInputs, FillsAgain, CallsAgain])
 def test_an_input_that_nothing_has_saved_may_be_changed_in_place_behind_the_layer(
-    net: type[AddsToInputs], memory: str | None, monkeypatch: pytest.MonkeyPatch
+    net: type[AddsToInputs], memory: str | None
 ) -> None:
     """It was refused unless it was small, as it had not gone to the host by then."""
-    monkeypatch.setattr(stash, "SMALLEST_BYTES", 256)
     tolerance = 1e-6 if net is CallsAgain else 0.0
     assert_same_training(Net(net()), samples(), device_memory=memory, layers=[Plain], tolerance=tolerance)
 

@@ -73,6 +73,8 @@ class OneDevice(TorchFunctionMode):
             found = func(*args, **kwargs)
             if isinstance(found, Tensor) and found.requires_grad:
                 self._note_uses(args[:1])
+            elif func == _DATA:
+                self._lane.note_data(found)
             return found
         return self.run(func, args, kwargs)
 
@@ -226,6 +228,8 @@ class OneDevice(TorchFunctionMode):
         home = self._transfers.home(output)
         return gradient if home is None else self._lane.moved(gradient, home)
 
+
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 # With the name of the gradients that they begin with, as torch passes them on to modes.
 _DIFFERENTIATING = {

@@ -165,6 +165,10 @@ class Launched:
         is_known = made is not None and made() is tensor and version == version_of(tensor) and turn < self._turn
         return self._until.get(number) if is_known else None
 
+    def forget(self, tensor: Tensor) -> None:
+        """Others may have changed a tensor since it was made."""
+        self._made.pop(id(tensor), None)
+
     def note_sent(self, number: int, event: Event) -> None:
         """Something is sent from a device."""
         self._sent.setdefault(number, []).append(event)
@@ -203,6 +207,8 @@ class LaneTransfers:
         self._copies: dict[tuple[int, int], tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
         # By their identities, what the lane's layers were called with that needs gradients.
         self._inputs: dict[int, _Input] = {}
+        # The memory that is changed, if it is, without a version that tells so.
+        self._uncounted: set[int] = set()
 
     def give(self, layer: SwappedLayer, tensors: Sequence[Tensor], to: int, *, whole: bool) -> None:
         """A layer is about to be called with these.
@@ -239,12 +245,19 @@ class LaneTransfers:
                         "order than on one device: use it from the first step on, or Trainer(devices=1)"
                     )
 
+    def note_data(self, data: Tensor) -> None:
+        """The data of a tensor is handed out. No version tells of changes to it: of what has its memory, no copy is kept."""
+        self._uncounted.update(map(_memory, storages_of(data)))
+
     def copy(self, tensor: Tensor, to: int) -> Tensor:
         """Like `Transfers.copy`. The copy is kept for as long as the tensor lives."""
         # Most are there already.
         home = to if self._transfers.devices[to].owns(tensor) else self._transfers.home(tensor)
         if home is None or home == to:
             return tensor
+        if self._uncounted and not self._uncounted.isdisjoint(map(_memory, storages_of(tensor))):
+            self.launched.forget(tensor)
+            return self._transfers.copy_from(home, tensor, to, launched=self.launched)
         key = id(tensor), to
         known = self._copies.get(key)
         if known is not None:
@@ -260,7 +273,7 @@ class LaneTransfers:
     def within(self, tensors: Iterable[Tensor], to: int) -> LaneTransfers:
         """The transfers within a layer of the lane: its copies are not for work outside. Those of some tensors are there."""
         transfers = LaneTransfers(self.launched)
-        transfers._inputs = self._inputs
+        transfers._inputs, transfers._uncounted = self._inputs, self._uncounted
         for key in [(id(tensor), to) for tensor in tensors]:
             if key in self._copies:
                 transfers._copies[key] = self._copies[key]
@@ -278,6 +291,11 @@ class LaneTransfers:
     def moved(self, tensor: Tensor, to: int) -> Tensor:
         """The tensor on a device, differentiable: each use brings its own gradient back, in the order of one device."""
         return _moved(tensor, self.copy(tensor, to), self.launched)
+
+
+def _memory(tensor: Tensor) -> int:
+    """What tells memory apart."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 class _Input(NamedTuple):
