@@ -26,7 +26,9 @@ from support.nets import WIDTH
 from support.same_training import Net, Update, assert_same_training, trainer_for
 from support.sampling import combined
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*does not have many workers")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:lightning", "ignore:.*does not have many workers", "ignore:The PyTorch API of nested tensors"
+)
 
 ROWS = 16
 
@@ -290,14 +292,28 @@ class Yields(Stack):
 class Jagged(Stack):
     """What goes from layer to layer is one tensor of sequences of several lengths."""
 
+    layout = torch.jagged
+
     def run(self, x: Tensor) -> Tensor:
         lengths = [1 + number % ROWS for number in range(len(x))]
         ragged = torch.nested.as_nested_tensor(
-            [rows[:length] for rows, length in zip(x, lengths, strict=True)], layout=torch.jagged
+            [rows[:length] for rows, length in zip(x, lengths, strict=True)], layout=self.layout
         )
         for block in self.blocks:
             ragged = block(ragged)
+        return self.joined(ragged)
+
+    def joined(self, ragged: Tensor) -> Tensor:
         return ragged.values()
+
+
+class Nested(Jagged):
+    """One that has no size, although torch calls its layout strided."""
+
+    layout = torch.strided
+
+    def joined(self, ragged: Tensor) -> Tensor:
+        return torch.nested.to_padded_tensor(ragged, 0.0)
 
 
 REACHING: dict[str, Callable[[], Stack]] = {
@@ -314,6 +330,7 @@ REACHING: dict[str, Callable[[], Stack]] = {
     "functions": ReturnsFunctions,
     "generators": Yields,
     "a jagged tensor": Jagged,
+    "a nested tensor": Nested,
 }
 SAMPLES = 24
 
@@ -322,23 +339,25 @@ def samples() -> Tensor:
     return torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
 
 
-def refused_on_gpus(name: str, devices: int) -> AbstractContextManager[Any]:
-    """Torch's autograd cannot order gradients that are jagged between streams."""
-    is_refused = name == "a jagged tensor" and devices > 1 and same_training.accelerator == "gpu"
-    return pytest.raises(UnsupportedModelError, match="jagged tensor") if is_refused else nullcontext()
+def refused(name: str, devices: int) -> AbstractContextManager[Any]:
+    """Torch's autograd cannot order gradients that are jagged between streams, nor has it functions of nested tensors."""
+    kinds = ["a nested tensor", *(["a jagged tensor"] if same_training.accelerator == "gpu" else [])]
+    if devices > 1 and name in kinds:
+        return pytest.raises(UnsupportedModelError, match=f"{name} that needs gradients")
+    return nullcontext()
 
 
 @pytest.mark.parametrize("memory", [None, "240KiB"])
 @pytest.mark.parametrize("name", REACHING)
 def test_what_reaches_out_of_layers_has_the_gradients_of_plain_training(name: str, memory: str | None) -> None:
     """Graphs are kept with all memory, and recomputed with less."""
-    with refused_on_gpus(name, same_training.default_devices):
+    with refused(name, same_training.default_devices):
         assert_same_training(Net(REACHING[name]()), samples(), device_memory=memory, layers=[Block])
 
 
 @pytest.mark.parametrize(("name", "update"), combined(REACHING, [("after the backward",), ("just in time",)]))
 def test_what_reaches_out_of_layers_on_two_devices(name: str, update: Update) -> None:
-    with refused_on_gpus(name, 2):
+    with refused(name, 2):
         assert_same_training(Net(REACHING[name]()), samples(), devices=2, layers=[Block], updates=[update])
 
 

@@ -12,6 +12,7 @@ from torch._C import DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_harmony.engine.structures.operations import detached, is_counted, version_counter
+from lightning_harmony.engine.structures.strides import has_strides
 from lightning_harmony.errors import UnsupportedModelError
 
 _OWN_HOOKS = ("torch", __name__.partition(".")[0])
@@ -66,7 +67,9 @@ def _layout_of(tensor: Tensor) -> Any:
     Runs that make other graphs may save tensors of the same shapes in another order: a product of square matrices saves its
     factors in this order or that, by their strides.
     """
-    return tensor.shape, tensor.dtype, tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return tensor._nested_tensor_size().tolist(), tensor.dtype
+    return tensor.shape, tensor.dtype, tensor.stride() if has_strides(tensor) else tensor.layout
 
 
 class Filled(BaseException):

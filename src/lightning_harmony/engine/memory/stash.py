@@ -8,7 +8,6 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from lightning_harmony.engine.devices.device import Device
@@ -18,7 +17,7 @@ from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.structures.operations import detached, viewed
 from lightning_harmony.engine.structures.parts import is_composed
-from lightning_harmony.engine.structures.strides import compact, copied, restore
+from lightning_harmony.engine.structures.strides import compact, copied, has_strides, restore
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Errand
 
@@ -165,7 +164,7 @@ class Stash:
         Where the host has no room for it, a copy stays on the device: of the last layers, whose backward comes first.
         """
         # A sparse or jagged one has no strides that a copy could bring back, and a composed one no memory of its own.
-        is_kept = is_small(tensor) or tensor.layout is not torch.strided or is_composed(tensor)
+        is_kept = is_small(tensor) or not has_strides(tensor) or is_composed(tensor)
         if is_kept or tensor.device != self.device.torch_device:
             return None
         num_bytes = tensor.numel() * tensor.element_size()

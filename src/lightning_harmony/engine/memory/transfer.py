@@ -16,7 +16,7 @@ from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.layer import SwappedLayer, version_of
 from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of, storages_of
-from lightning_harmony.engine.structures.strides import compact, restore
+from lightning_harmony.engine.structures.strides import compact, has_strides, restore
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Task
 
@@ -81,11 +81,11 @@ class Transfers:
         is_inference = torch.is_inference_mode_enabled() and tensor.is_inference()
         # Not through the mode below: its choice of a device is not the one that is asked for here.
         with torch._C.DisableTorchFunction(), torch.inference_mode(is_inference), torch.no_grad():
-            has_strides = tensor.layout is torch.strided
+            is_strided = has_strides(tensor)
             # What is kept until it is copied must not keep its graph.
-            source = compact(tensor.detach()) if has_strides else tensor.detach()
+            source = compact(tensor.detach()) if is_strided else tensor.detach()
             # What has gaps is made dense now, behind all that was launched.
-            is_now = has_strides and source.untyped_storage()._cdata != tensor.untyped_storage()._cdata
+            is_now = is_strided and source.untyped_storage()._cdata != tensor.untyped_storage()._cdata
             after = None if launched is None or is_now else launched.until(home, tensor)
             num_bytes = sum(part.nbytes for part in storages_of(source))
             with target.selected():
@@ -100,13 +100,13 @@ class Transfers:
                 with came_from.scheduling():
                     event.wait()
             with target.selected():
-                return restore(copied, tensor.size(), tensor.stride()) if has_strides else copied
+                return restore(copied, tensor.size(), tensor.stride()) if is_strided else copied
 
     def _copied(self, came_from: Device, target: Device, source: Tensor, num_bytes: int, task: Task | None) -> Tensor:
         """The copy itself."""
         there, copied = target.torch_device, None
         with target.selected():
-            if source.layout is torch.strided:
+            if has_strides(source):
                 copied = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=there)
             with self._timing(came_from, target, num_bytes), target.receiving(came_from, num_bytes, task):
                 # Torch makes what a sparse or jagged tensor consists of as it copies it.
@@ -329,6 +329,11 @@ def _moved(tensor: Tensor, copied: Tensor, launched: Launched) -> Tensor:
         # Without a graph, too, kernels choose by whether a weight needs gradients.
         with torch.inference_mode(copied.is_inference()):
             return copied.detach().requires_grad_()
+    if tensor.is_nested and tensor.layout is torch.strided:
+        raise UnsupportedModelError(
+            "a nested tensor that needs gradients goes from one device to another, for which torch's autograd has no function "
+            "of its own where its layout is torch.strided: make it with layout=torch.jagged, or use Trainer(devices=1)"
+        )
     if tensor.layout is torch.jagged and tensor.is_cuda:
         raise UnsupportedModelError(
             "a jagged tensor that needs gradients goes from one GPU to another, where torch's autograd knows no order for its "

@@ -124,7 +124,9 @@ def detached(tensor: Tensor) -> Tensor:
 
 def is_counted(tensor: Tensor) -> bool:
     """Whether a tensor has a version that `version_counter` shares. Those of inference mode have none."""
-    is_plain = tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is _NO_DISPATCH
+    is_plain = (
+        tensor.layout is torch.strided and not tensor.is_nested and type(tensor).__torch_dispatch__ is _NO_DISPATCH
+    )
     return is_plain and not tensor.is_inference()
 
 

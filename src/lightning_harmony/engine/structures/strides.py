@@ -8,6 +8,11 @@ from torch import Tensor
 from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of
 
 
+def has_strides(tensor: Tensor) -> bool:
+    """Whether a tensor has a size and strides: a sparse one has not, nor one of the nested ones that torch calls strided."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one range of memory, each place once."""
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)  # type: ignore[no-any-return]
@@ -20,7 +25,7 @@ def is_expanded(tensor: Tensor) -> bool:
 
 def narrowed(tensor: Tensor) -> Tensor:
     """The distinct elements of a tensor, where they are: expanded dimensions shrink to one element."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if not has_strides(tensor):
         return tensor
     for dim, (extent, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
         if stride == 0 and extent > 1:
@@ -59,7 +64,7 @@ def copied(tensor: Tensor) -> Tensor:
     """A copy with the same strides. `Tensor.clone` makes one of its own of what is not dense; a subclass may do anything."""
     if is_composed(tensor):
         return made_of(tensor, map(copied, parts_of(tensor)))
-    if tensor.layout is not torch.strided:
+    if not has_strides(tensor):
         return Tensor.clone(tensor)
     return restore(Tensor.clone(compact(tensor)), tensor.size(), tensor.stride())
 
