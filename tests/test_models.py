@@ -1013,6 +1013,7 @@ ENCODER_DECODERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] =
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODERS)
+@pytest.mark.devices(1, 2)
 def test_an_encoders_output_that_all_layers_of_the_decoder_read_has_the_gradient_of_plain_training(name: str) -> None:
     """Each layer had summed the gradients of its own reads first, which rounds in another way."""
     net, samples = ENCODER_DECODERS[name]
