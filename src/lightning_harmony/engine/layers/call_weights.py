@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,33 +23,8 @@ from lightning_harmony.engine.updates.requested_gradients import requested_gradi
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
 
-
-class Call:
-    """A call of a layer, as far as what its graph keeps knows it.
-
-    Attributes:
-        layer: what is called.
-        runtime: the engine.
-        use: which call of the layer in its microbatch this is.
-        residency: of its pack, while the call or a backward is in it.
-    """
-
-    layer: SwappedLayer
-    runtime: Runtime
-    use = 0
-    residency: Residency
-
-    def open(self) -> None:
-        """A backward has come to the call."""
-        raise NotImplementedError
-
-    def enter(self) -> None:
-        """The backward is in the call from now on, until it goes on elsewhere."""
-        raise NotImplementedError
-
-    def is_through(self) -> bool:
-        """Whether no backward can ask for a saved tensor any more."""
-        raise NotImplementedError
+if TYPE_CHECKING:
+    from lightning_harmony.engine.layers.layer_call import LayerCall
 
 
 class CallWeights:
@@ -83,7 +58,7 @@ class CallWeights:
         # In the graph, too: with it the node of the weights lives where no other node is behind that.
         self._end: Tensor | None = None
 
-    def bind(self, call: Call) -> Mapping[nn.Parameter, Tensor]:
+    def bind(self, call: LayerCall) -> Mapping[nn.Parameter, Tensor]:
         """The weights for the layer's code, in the caller's graph: their gradients go to the pack's sum."""
         trained, residency = self.trained, call.residency
         leaves = residency.leaves
@@ -204,7 +179,7 @@ class SavedWeight:
 
     __slots__ = ("_call", "_dtype", "_offset", "_parameter", "_size", "_stride")
 
-    def __init__(self, call: Call, parameter: nn.Parameter, leaf: Tensor, tensor: Tensor) -> None:
+    def __init__(self, call: LayerCall, parameter: nn.Parameter, leaf: Tensor, tensor: Tensor) -> None:
         self._call, self._parameter = call, parameter
         self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
         self._offset = tensor.storage_offset() - leaf.storage_offset()
@@ -230,7 +205,7 @@ class WeightGradients:
         parameters: those that need gradients.
     """
 
-    def __init__(self, call: Call, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, call: LayerCall, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         self._layer, self._runtime, self._use = call.layer, call.runtime, call.use
         self._call = weakref.ref(call)

@@ -16,7 +16,6 @@ from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.call_weights import (
-    Call,
     CallWeights,
     SavedWeight,
     double_backward,
@@ -58,7 +57,7 @@ class OwnForward(NamedTuple):
     is_compiled: bool
 
 
-class LayerCall(Call):
+class LayerCall:
     """One call of a layer: what it takes to run it, and to run it again when a backward comes to it.
 
     Autograd runs the nodes that it has made last first, and so those of one call behind each other. The first one that asks
@@ -69,7 +68,10 @@ class LayerCall(Call):
         layer: what is called.
         runtime: the engine.
         use: which call of the layer in its microbatch this is.
+        residency: of its pack, while the call or a backward is in it.
     """
+
+    residency: Residency
 
     def __init__(self, original: OwnForward, runtime: Runtime, anchor: Tensor) -> None:
         self.layer, self._original, self._is_compiled = original
@@ -80,6 +82,7 @@ class LayerCall(Call):
             self.layer, runtime, anchor, is_compiled=self._is_compiled, with_graph=self._with_graph
         )
         self._keeps = self._is_running = self._is_announced = self._is_over = False
+        self.use = 0
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer."""
