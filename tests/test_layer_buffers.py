@@ -455,6 +455,73 @@ def test_a_buffer_that_is_made_larger_in_a_late_call_is_refused_by_name() -> Non
         trainer.fit(Net(Observed(from_call=10)), loader)
 
 
+class Late(nets.Block):
+    """Registers a buffer in its first call, or fills one in that was None: statistics whose shape the data tell."""
+
+    mean: Tensor | None
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        if how == "first None":
+            self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "mean", None) is None:
+            self.register_buffer("mean", x.new_zeros(nets.WIDTH), persistent=self.how != "not persistent")
+        assert self.mean is not None
+        if self.how == "in place":
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+        else:
+            self.mean = self.mean * 0.9 + x.detach().mean(0)
+        y: Tensor = super().forward(x)
+        return y + self.mean.clone()
+
+
+class WithLate(Reads):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Late(how) for _ in range(3)])
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        y = self.blocks(batch[0])
+        return F.mse_loss(y + self.blocks[1].mean if self.blocks[1].how == "read between layers" else y, batch[1])
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("how", ["assigned", "in place", "first None", "not persistent", "read between layers"])
+def test_a_buffer_that_a_layer_registers_in_a_call_is_changed_once_in_each(how: str, num_microbatches: int) -> None:
+    """The recompute changed it once more."""
+    torch.manual_seed(0)
+    assert_same_training(Net(WithLate(how)), samples(), num_microbatches=num_microbatches)
+
+
+class Deletes(nets.Block):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("scale", torch.ones(nets.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "deleted":
+            del self.scale
+        else:
+            self.scale = None
+        y: Tensor = super().forward(x)
+        return y
+
+
+@pytest.mark.parametrize("how", ["deleted", "made None"])
+def test_a_layer_that_deletes_its_buffer_is_refused_by_name(how: str) -> None:
+    """The next call found it again."""
+    net = WithLate("assigned")
+    net.blocks[1] = Deletes(how)
+    loader = torch.utils.data.DataLoader(samples(), batch_size=8)
+    with pytest.raises(UnsupportedModelError, match=r"'net\.blocks\.1' deletes its buffer 'scale'"):
+        trainer_for(HarmonyStrategy(num_microbatches=4), 2, []).fit(Net(net), loader)
+
+
 class Divides(nets.Block):
     """Divides by a running mean, which autograd saves, and changes it in place in the next call."""
 

@@ -51,22 +51,25 @@ class CallBuffers:
             Which ones.
 
         Raises:
-            UnsupportedModelError: if the layer has made one larger in its memory.
+            UnsupportedModelError: if the layer has made one larger in its memory, or deleted one.
         """
         layer = self._layer
+        for (_, name), tensor in left.items():
+            if tensor is None:
+                raise UnsupportedModelError(
+                    f"layer {layer.name!r} deletes its buffer {name!r} or makes it None, but it is swapped with the layer: do "
+                    "that before the fit, or assign an empty tensor"
+                )
         self._refuse_grown(left)
         if self._is_unknown:
             layer.note_calls(self._before, left)
         changed = [
             key
             for key, tensor in left.items()
-            if tensor is not None
-            and (
-                tensor is not self.bound[key]
-                or tensor._version != self._versions[key]
-                or _is_statistic(key)
-                or key in layer.unversioned_buffers
-            )
+            if tensor is not self.bound[key]
+            or tensor._version != self._versions[key]
+            or _is_statistic(key)
+            or key in layer.unversioned_buffers
         ]
         residency.buffers.update({key: tensor.detach() for key in changed if (tensor := left[key]) is not None})
         residency.dirty_buffers.update(changed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -41,13 +41,15 @@ class Attributes:
     """The attributes of some modules at one moment, with lists, dicts, sets and deques among them to any depth, and hooks.
 
     Also what is out of sight in generators of random numbers, arrays and iterators, which are made seekable. Parameters and
-    buffers are not looked at, nor what hangs on other objects.
+    the buffers that are swapped are not looked at, nor what hangs on other objects.
 
     Args:
         modules: those of a layer.
+        swapped: of each, the names of the buffers that are swapped. What code registers, or first fills, later is not.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], swapped: Sequence[Collection[str]]) -> None:
+        self._late_buffers = _late_buffers(modules, swapped)
         self._modules: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: dict[int, _Kept] = {}
@@ -61,13 +63,21 @@ class Attributes:
             for name, value in attributes.items():
                 if name not in OF_TORCH and type(value) not in _PLAIN:
                     self._look_at(name, value, seen)
+        for late in self._late_buffers:
+            for name, value in late.items():
+                self._look_at(name, value, seen)
+        self._all_modules, self._swapped = modules, swapped
         self._unchanged = Unchanged([*self._modules, *self._contents])
 
     def are_current(self) -> bool:
         """Whether nothing has changed since, as far as that can be told."""
         if self._restores or any(kept.has_changed() for kept in self._tensors.values()):
             return False
-        return self._unchanged.holds()
+        return self._unchanged.holds() and self._have_same_late_buffers()
+
+    def _have_same_late_buffers(self) -> bool:
+        late = _late_buffers(self._all_modules, self._swapped)
+        return all(map(have_same_content, self._late_buffers, late))
 
     @property
     def are_plain(self) -> bool:
@@ -101,8 +111,13 @@ class Attributes:
         Args:
             others: by the identity of the tensor that each takes the place of.
         """
-        if not others and self._unchanged.holds():
+        if not others and self._unchanged.holds() and self._have_same_late_buffers():
             return
+        now = _late_buffers(self._all_modules, self._swapped)
+        for module, late, buffers in zip(self._all_modules, now, self._late_buffers, strict=True):
+            for name in late.keys() - buffers.keys():
+                del module._buffers[name]
+            module._buffers.update(_with(others, buffers))
         for attributes, all_before in self._modules:
             if others or not have_same_content(attributes, all_before):
                 before = {name: value for name, value in all_before.items() if name not in OF_TORCH}
@@ -148,9 +163,11 @@ class AttributesOfLayer:
 
     Args:
         modules: those of the layer.
+        buffers: those that are swapped, with the modules that have them.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], buffers: Collection[tuple[nn.Module, str]]) -> None:
+        self._swapped = [{name for owner, name in buffers if owner is module} for module in modules]
         self.may_hold_tensors = True
         self._num_calls = 0
         self._has_read = False
@@ -161,7 +178,7 @@ class AttributesOfLayer:
         """The attributes as they are."""
         newest = self._newest
         if newest is None or not newest.are_current():
-            newest = Attributes(self._modules)
+            newest = Attributes(self._modules, self._swapped)
             self.may_hold_tensors = (self._has_read and self.may_hold_tensors) or not newest.are_plain
             self._has_read = True
             # Tensors are not kept for longer than a call needs them.
@@ -196,6 +213,15 @@ class AttributesOfLayer:
             now.restore()
 
 
+def _late_buffers(modules: Sequence[nn.Module], swapped: Sequence[Collection[str]]) -> list[dict[str, Tensor | None]]:
+    """The buffers of modules that are not swapped, by their names."""
+    pairs = zip([module._buffers for module in modules], swapped, strict=True)
+    return [
+        {name: value for name, value in buffers.items() if name not in names} if len(buffers) > len(names) else {}
+        for buffers, names in pairs
+    ]
+
+
 class _Kept:
     """A tensor, and what it takes to have it again."""
 
@@ -214,7 +240,8 @@ class _Kept:
         if self._copy is None:
             raise UnsupportedModelError(
                 f"the tensor in the attribute {self.name!r} of a layer was changed in place after the layer was called, so "
-                "that its backward cannot run the call again: register it with register_buffer, or assign a new tensor"
+                "that its backward cannot run the call again: register it with register_buffer before the fit, or assign a "
+                "new tensor"
             )
         return copied(self._copy).requires_grad_(self.tensor.requires_grad)
 

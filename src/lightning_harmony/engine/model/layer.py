@@ -161,7 +161,7 @@ class SwappedLayer:
         self.composed = frozenset(filter(is_composed, self.parameters))
         self.buffers = buffers_of(module) if module is not None else []
         self._own_buffers = frozenset(self.buffers)
-        self.attributes = AttributesOfLayer(list(module.modules()) if module is not None else [])
+        self.attributes = AttributesOfLayer(list(module.modules()) if module is not None else [], self.buffers)
         self.buffer_writes: Counter[BufferKey] = Counter()
         self.unversioned_buffers: set[BufferKey] = set()
         self.changing_buffers: set[BufferKey] = set()
@@ -322,7 +322,7 @@ class SwappedLayer:
             for weight, value in derived:
                 weight.set(value)
             for (owner, name), value in outside_buffers.items():
-                left[owner, name] = owner._buffers[name]
+                left[owner, name] = owner._buffers.get(name)
                 owner._buffers[name] = value
 
 
