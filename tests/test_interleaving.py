@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import decimal
+import gc
 import io
+import logging
 import os
+import queue
 import random
 import signal
 import sqlite3
@@ -15,6 +20,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -22,6 +28,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import CatMetric, SumMetric
 
 from lightning_harmony import HarmonyStrategy
@@ -235,6 +243,12 @@ def environment(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
     return net.blocks(x) * float(os.environ["FACTOR_OF_A_TEST"])
 
 
+def environment_put_back(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    x = environment(net, x, y)
+    del os.environ["FACTOR_OF_A_TEST"]
+    return x
+
+
 def lock_around_layers(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
     with net.lock:
         return net.blocks(x)
@@ -263,7 +277,47 @@ def condition_around_layers(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
         return net.blocks(x)
 
 
+def decimals(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    decimal.getcontext().prec = 3 + int(20 * abs(mean_of(y)))
+    return net.blocks(x) * float(1 / decimal.Decimal(3))
+
+
+def level_of_a_logger(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    logger = logging.getLogger("of a test")
+    logger.setLevel(int(100 * abs(mean_of(y))))
+    return net.blocks(x) * logger.level
+
+
+def collector(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    if mean_of(y) > 0:
+        gc.disable()
+    x = net.blocks(x) * (1.0 if gc.isenabled() else 2.0)
+    gc.enable()
+    return x
+
+
+QUEUE: queue.LifoQueue[float] = queue.LifoQueue()
+OPTIONS = argparse.Namespace(factor=1.0)
+
+
+def queue_of_a_file(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    QUEUE.put(mean_of(y))
+    return net.blocks(x) * QUEUE.get()
+
+
+def options_of_a_file(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    OPTIONS.factor = mean_of(y)
+    return net.blocks(x) * OPTIONS.factor
+
+
+def function_of_a_library(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    factor = 1.0 + mean_of(y)
+    with mock.patch.object(F, "gelu", lambda each: each * factor):
+        return net.blocks(x)
+
+
 HAZARDS = [
+    decimals, level_of_a_logger, queue_of_a_file, options_of_a_file, function_of_a_library,
     global_number, number_in_a_global_dict, number_on_the_module, number_put_back, number_of_an_object_put_back,
     number_in_a_dict, function_in_a_dict, number_on_an_object, tensor_on_an_object,
     count_on_an_object, number_for_a_part, array_in_place, tensor_in_place, array_in_place_behind, tensor_in_place_behind,
@@ -326,7 +380,49 @@ def dtype_of_the_process(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
     return net.blocks(x)
 
 
+def hook_of_all_modules(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        return output * factor if isinstance(module, nn.LayerNorm) else None
+
+    factor = 1.0 + mean_of(y)
+    handle = nn.modules.module.register_module_forward_hook(hook)  # type: ignore[no-untyped-call]
+    x = net.blocks(x)
+    handle.remove()
+    return x
+
+
+class OfFunctions(TorchFunctionMode):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * self.factor if func is F.gelu else result
+
+
+class OfOperators(TorchDispatchMode):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * self.factor if func is torch.ops.aten.gelu.default else result
+
+
+def mode_of_functions(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    with OfFunctions(1.0 + mean_of(y)):
+        return net.blocks(x)
+
+
+def mode_of_operators(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    with OfOperators(1.0 + mean_of(y)):
+        return net.blocks(x)
+
+
 HARMLESS = [
+    hook_of_all_modules, collector, mode_of_functions, mode_of_operators,
     quiet, exact_float32, deterministic, attention_kernels, tensor_on_the_module, number_behind_the_layers,
     hook_that_registers_itself, dtype_of_the_process, count_on_the_module, last_of_a_list, random_before_all_layers,
     adds_for_each_layer,
@@ -349,8 +445,11 @@ class Does(Blocks):
 @pytest.fixture(autouse=True)
 def _process_as_it_was() -> Iterator[None]:
     dtype = torch.get_default_dtype()
-    yield
+    with decimal.localcontext():
+        yield
     torch.set_default_dtype(dtype)
+    OPTIONS.factor = 1.0
+    logging.getLogger("of a test").setLevel(logging.NOTSET)
     os.environ.pop("FACTOR_OF_A_TEST", None)
 
 
@@ -379,6 +478,9 @@ def test_what_a_step_keeps_is_as_in_plain_lightning_on_two_devices_and_in_little
         (number_for_a_part, "the number 'factor' of module 'net' is changed before layer 'net.blocks.1'"),
         (numpy_generator_between, "a generator of random numbers, held by 'net', is drawn from again"),
         (environment, "os.environ is set"),
+        (level_of_a_logger, "the level of a logger is set before layer 'net.blocks.0'"),
+        (options_of_a_file, "'factor' in 'test_interleaving.OPTIONS' is changed"),
+        (function_of_a_library, "'gelu' in 'torch.nn.functional' is changed"),
         (global_lock_around_layers, r"a lock is held (GLOBAL_LOCK, in global_lock_around_layers"),
         (default_dtype_for_good, "the default dtype is set for good before the end of a microbatch"),
     ],
@@ -505,6 +607,12 @@ LATE = [
     random_before_and_behind,
     random_before_all_layers,
     environment,
+    environment_put_back,
+    decimals,
+    level_of_a_logger,
+    options_of_a_file,
+    queue_of_a_file,
+    function_of_a_library,
     default_dtype_for_good,
     number_put_back,
     number_of_an_object_put_back,

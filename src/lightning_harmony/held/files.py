@@ -74,7 +74,7 @@ class Code:
             elif not isinstance(value, FunctionType | type):
                 self.add(type(value))
                 self.add((attributes_of(value) or {}).get("__wrapped__"))
-            elif _is_own(value.__module__):
+            elif is_own(value.__module__):
                 self.files[value.__module__] = None
                 if isinstance(value, FunctionType):
                     self._read(value)
@@ -113,7 +113,7 @@ def _named(function: FunctionType) -> Iterator[Any]:
     for name in names:
         value = among.get(name)
         if isinstance(value, ModuleType):
-            if _is_own(value.__name__):
+            if is_own(value.__name__):
                 # Code that names attributes of a file may set its variables, which tell of no file.
                 yield value
                 yield from (vars(value)[each] for each in names if each in vars(value))
@@ -153,8 +153,13 @@ def _names(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*map(_names, inner))
 
 
+def is_of_libraries(file: str) -> bool:
+    """Whether a module of Python is one of the libraries above."""
+    return file.partition(".")[0] in LIBRARIES
+
+
 @cache
-def _is_own(file: Any) -> bool:
+def is_own(file: Any) -> bool:
     """Whether a module of Python is a part of the user's project: nobody has installed it."""
     module = sys.modules.get(file) if isinstance(file, str) else None
     if module is None or not is_users(file):
@@ -167,5 +172,4 @@ def _is_own(file: Any) -> bool:
 @cache
 def is_users(file: str) -> bool:
     """Whether what a file defines is the user's: not that of the libraries above, or the standard library."""
-    package = file.partition(".")[0]
-    return package not in LIBRARIES and package not in sys.stdlib_module_names
+    return not is_of_libraries(file) and file.partition(".")[0] not in sys.stdlib_module_names

@@ -14,6 +14,7 @@ classes of the libraries below, which no step of the user's keeps anything in. F
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections import deque
@@ -22,7 +23,7 @@ from dis import get_instructions, opmap
 from enum import EnumMeta
 from functools import partial
 from itertools import islice
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, SimpleNamespace
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,10 +36,12 @@ from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import size_of
 from lightning_harmony.engine.structures.seekable import seekable
 from lightning_harmony.engine.structures.tree import is_parameter
-from lightning_harmony.held.files import LIBRARIES, Code, by_identity, is_users
+from lightning_harmony.held.cached_functions import Cached
+from lightning_harmony.held.files import LIBRARIES, Code, by_identity, is_of_libraries, is_own, is_users
 from lightning_harmony.held.held_state import FUNCTIONS, SWITCHED, Held, Kind, Leads, is_plain
 from lightning_harmony.held.variables import (
     AttributesOfClass,
+    Chosen,
     EntriesOf,
     PartsOf,
     SlotsOf,
@@ -53,6 +56,8 @@ OF_THREADS = (*LOCKS, threading.Condition, threading.Event, threading.Semaphore,
 # What gives variables of functions that others share other values.
 _REBINDING = frozenset(opmap[name] for name in ("STORE_DEREF", "DELETE_DEREF"))
 _CONTAINERS = (list, deque, set, frozenset, dict, tuple)
+# What a global may be that is no object which keeps something. A logger leads to all others.
+_NO_OBJECTS = (ModuleType, type, *FUNCTIONS, Cached, Tensor, nn.Module, logging.Logger)
 # Those that run within a step, beside those around a forward.
 HOOKS_OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
@@ -283,12 +288,28 @@ class Walk:
                 held = Held(name, vars(file), Kind.OBJECT, file, partial(self._of_file, name, files))
                 held.is_shared = True
                 yield from self._place(held)
+                if is_own(name):
+                    yield from self._libraries(file)
 
     def _of_file(self, name: str, files: Container[str], attribute: str, value: Any) -> Iterator[Held]:
-        if attribute.startswith("__") or not _is_users_global(value, files):
+        if attribute.startswith("__"):
+            return iter(())
+        is_named = attribute in self.names and is_own(name)
+        is_object = is_named and is_looked_into(value) and not isinstance(value, _NO_OBJECTS)
+        if not is_object and not _is_users_global(value, files):
             return iter(())
         depth = DEEPEST if type(value) in SWITCHED else 0
         return _marked(self._within(f"{name}.{attribute}", value, depth, 0), "is_shared")
+
+    def _libraries(self, file: ModuleType) -> Iterator[Held]:
+        """The functions of libraries that a file names: its code may let others stand for them while it calls layers."""
+        for attribute, value in list(vars(file).items()):
+            is_library = isinstance(value, ModuleType) and is_of_libraries(value.__name__)
+            if is_library and attribute in self.names and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                own = vars(value)
+                content = Chosen(own, [each for each in self.names if issubclass(type(own.get(each)), FUNCTIONS)])
+                yield from _marked([Held(value.__name__, content, Kind.OBJECT)], "is_shared")
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.held.held_state import Held, Marks, state_of_generator
 from lightning_harmony.held.reads import version_of
-from lightning_harmony.held.shared_settings import NOT_SWITCHED
+from lightning_harmony.held.shared_settings import NOT_SWITCHED, OFTEN_LOOKED_AT
 from lightning_harmony.microbatches.lane_attributes import Draws, KnownChanges
 from lightning_harmony.microbatches.snapshot import undo_of_tensor
 from lightning_harmony.setup import compat
@@ -149,7 +149,11 @@ class Undo:
             self._late = self._late or str(self._done[microbatch])
 
     def _end_turn(self) -> None:
-        """See whether a turn has drawn that was not its microbatch's first one, or not its last one."""
+        """See whether a turn has set what others find, or drawn though it was not its microbatch's first one, or last one."""
+        # What it sets for a while may be as it was when the step ends.
+        for setting, before in zip(OFTEN_LOOKED_AT, self._settings, strict=False):
+            if self._late is None and setting.get() != before:
+                self._late = f"{setting.name} is set"
         for each, when in self._drawn:
             if not each.is_changed():
                 continue

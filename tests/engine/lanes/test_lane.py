@@ -674,6 +674,14 @@ class TestThreadState:
 
 
 class TestAmbientState:
+    def test_it_holds_whether_cudnn_rounds_to_tf32(self) -> None:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            state = AmbientState.capture()
+        assert torch.backends.cudnn.allow_tf32
+        with state.entered():
+            assert not torch.backends.cudnn.allow_tf32
+        assert torch.backends.cudnn.allow_tf32
+
     @pytest.mark.parametrize("enabled", [True, False])
     def test_is_given_back_whatever_is_on(self, enabled: bool) -> None:
         with torch.autocast("cpu", dtype=torch.float16, enabled=enabled):

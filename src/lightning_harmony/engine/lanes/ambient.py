@@ -8,20 +8,23 @@ has streams of its own, one of them for all GPUs.
 from __future__ import annotations
 
 import contextvars
+import gc
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn, overrides
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 
 class OfThread(NamedTuple):
@@ -90,6 +93,47 @@ def _on_default_device(device: torch.device | None) -> AbstractContextManager[An
     return torch.device("cpu") if device is None else device
 
 
+def _users_modes(stack: Sequence[Any]) -> _Objects:
+    """Those of a stack of modes that are neither ours nor the default device, which is a kind of its own."""
+    return _Objects(
+        [mode for mode in stack if not isinstance(mode, DeviceContext) and not _is_ours(type(mode).__module__)]
+    )
+
+
+_NO_MODES = _Objects()
+
+
+@cache
+def _is_ours(file: str) -> bool:
+    return file.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _function_modes() -> _Objects:
+    return _users_modes(_get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else _NO_MODES
+
+
+def _dispatch_modes() -> _Objects:
+    return _users_modes(_get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else _NO_MODES
+
+
+@contextmanager
+def _with_modes(
+    get: Callable[[], _Objects], push: Callable[[Any], None], pop: Callable[[], Any], modes: _Objects
+) -> Iterator[None]:
+    """Without what their `__enter__` and `__exit__` do, such as to count anew or to print. Those that are on stay on."""
+    num_on = next(
+        (number for number, pair in enumerate(zip(get(), modes, strict=False)) if pair[0] is not pair[1]), None
+    )
+    missing = modes[len(get()) if num_on is None else num_on :]
+    for mode in missing:
+        push(mode)
+    try:
+        yield
+    finally:
+        for _ in missing:
+            pop()
+
+
 def _cuda_device() -> int | None:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -155,6 +199,12 @@ OF_THREAD = (
     _autocast("cuda"),
     OfThread("the default device", _default_device, _on_default_device),
     OfThread("the current GPU", _cuda_device, torch.cuda.device),
+    OfThread(
+        "modes of functions",
+        _function_modes,
+        partial(_with_modes, _function_modes, overrides._push_mode, overrides._pop_mode),
+    ),
+    OfThread("modes of operators", _dispatch_modes, partial(_with_modes, _dispatch_modes, _push_mode, _pop_mode)),
     OfThread("the number of threads", torch.get_num_threads, _with_threads),
     OfThread("what is kept in threading.local", read_thread_locals, _with_thread_locals),
 )
@@ -200,26 +250,54 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
 
 
 # Since torch 2.9, each backend has a precision of its own beside the one for all.
-_BACKENDS = (("generic", "all"), ("cuda", "matmul"), ("mkldnn", "matmul"))
+_BACKENDS = (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"))
 _get_of_backend = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
-def _precision() -> tuple[Any, ...]:
+# For matrices, and for cuDNN.
+_OF_ALL: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
+    (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+)
+
+
+def _told(get: Callable[[], Any]) -> Any:
     try:
-        of_all = torch._C._get_float32_matmul_precision()
+        return get()
     except RuntimeError:
         # The user sets those of backends, and has told torch nothing else.
-        of_all = None
-    return of_all, *([] if _get_of_backend is None else [_get_of_backend(*backend) for backend in _BACKENDS])
+        return None
+
+
+def _precision() -> tuple[Any, ...]:
+    of_backends = [] if _get_of_backend is None else [_get_of_backend(*backend) for backend in _BACKENDS]
+    return *[_told(get) for get, _ in _OF_ALL], *of_backends
 
 
 def _set_precision(value: tuple[Any, ...]) -> None:
-    of_all, *of_backends = value
-    if of_all is not None:
-        torch._C._set_float32_matmul_precision(of_all)
+    of_all, of_backends = value[: len(_OF_ALL)], value[len(_OF_ALL) :]
+    for (get, set_), each in zip(_OF_ALL, of_all, strict=True):
+        if each is not None and _told(get) != each:
+            set_(each)
     for backend, precision in zip(_BACKENDS, of_backends, strict=False):
         if _get_of_backend is not None and _get_of_backend(*backend) != precision:
             torch._C._set_fp32_precision_setter(*backend, precision)
+
+
+# Those for all modules, as `register_module_forward_hook` registers them.
+_HOOKS: list[Any] = [
+    each for name, each in vars(nn.modules.module).items() if name.startswith("_global_") and isinstance(each, dict)
+]
+
+
+def _global_hooks() -> tuple[Any, ...]:
+    return tuple([tuple(each.items()) for each in _HOOKS]) if any(_HOOKS) else ()
+
+
+def _set_global_hooks(value: tuple[Any, ...]) -> None:
+    for number, each in enumerate(_HOOKS):
+        each.clear()
+        each.update(value[number] if value else ())
 
 
 def _attributes(module: Any, *names: str) -> tuple[Callable[[], _Objects], Callable[[Any], None]]:
@@ -266,6 +344,10 @@ OF_PROCESS = (
     OfProcess("cuDNN's flags", _cudnn, _set_cudnn),
     OfProcess("deterministic algorithms", _deterministic, _set_deterministic),
     OfProcess("the precision of float32", _precision, _set_precision),
+    OfProcess("mkldnn's flag", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    OfProcess("the hooks of all modules", _global_hooks, _set_global_hooks),
+    OfProcess("the switch of the garbage collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    OfProcess("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     OfProcess("warnings.filters", _read_warnings, _set_warnings),
     _stream("stdout"),
     _stream("stderr"),
