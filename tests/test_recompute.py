@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchmetrics import CatMetric, Metric, SumMetric
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.engine.lanes.rng import stream_seed
 from support import nets
-from support.same_training import SEED, Net, assert_same_training, placed, room, root
+from support.same_training import SEED, Net, assert_same_training, placed, room, root, trainer_for
 from support.sampling import combined
 from support.stateful import Blocks, CountsInATensor, GivesAMask, Measures, samples
 
@@ -552,3 +553,58 @@ class Quantizing(nn.Module):
 def test_a_buffer_that_a_layer_differentiates_is_no_lost_weight(devices: int) -> None:
     torch.manual_seed(0)
     assert_same_training(Net(Quantizing()), torch.randn(24, nets.WIDTH), devices=devices, tolerance=1e-6)
+
+
+class UpdatesMetrics(nets.Block):
+    """Updates metrics of the module that calls it."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        super().__init__()
+        self.metrics = metrics
+
+    def forward(self, x: Tensor) -> Tensor:
+        for metric in self.metrics:
+            metric.update(x.detach().mean())
+        y: Tensor = super().forward(x)
+        return y
+
+
+class WithMetrics(nn.Module):
+    def __init__(self, from_step: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.total, self.all = SumMetric(), CatMetric()
+        self.blocks = nn.Sequential(*[UpdatesMetrics([]) for _ in range(3)])
+        self.from_step, self.step = from_step, 0
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        for block in self.blocks:
+            block.metrics = [self.total, self.all] if self.step >= self.from_step else []  # type: ignore[assignment]
+        return F.mse_loss(self.blocks(batch[0]), batch[1])
+
+
+def train_with_metrics(net: WithMetrics, strategy: Any, batch_size: int, accumulated: int) -> WithMetrics:
+    def count(trainer: Any, *args: Any) -> None:
+        net.step = trainer.global_step
+
+    callback = pl.callbacks.LambdaCallback(on_train_batch_end=count)
+    trainer = trainer_for(strategy, 3, [callback], accumulate_grad_batches=accumulated)
+    trainer.fit(Net(net), torch.utils.data.DataLoader(samples(), batch_size=batch_size))
+    return net
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("memory", [None, "44KiB"])
+def test_a_metric_of_no_layer_that_a_layer_updates_counts_each_call_once(memory: Any, num_microbatches: int) -> None:
+    """The recompute updated it once more."""
+    plain = train_with_metrics(WithMetrics(), "auto", 4 // num_microbatches, num_microbatches)
+    strategy = HarmonyStrategy(device_memory=room(memory), num_microbatches=num_microbatches)
+    harmony = train_with_metrics(WithMetrics(), strategy, 4, 1)
+    assert len(harmony.all.value) == len(plain.all.value) == 9 * num_microbatches  # type: ignore[arg-type]
+    torch.testing.assert_close(harmony.total.compute().cpu(), plain.total.compute().cpu())
+
+
+def test_a_metric_that_a_layer_first_updates_in_a_later_step_is_refused() -> None:
+    strategy = HarmonyStrategy(device_memory=room("44KiB"), num_microbatches=4)
+    with pytest.raises(UnsupportedModelError, match="a metric is updated by a layer's code for the first time"):
+        train_with_metrics(WithMetrics(from_step=1), strategy, 4, 1)

@@ -27,6 +27,7 @@ from lightning_harmony.microbatches.lane_attributes import (
     LaneAttributes,
 )
 from lightning_harmony.microbatches.logs import MicrobatchLogs
+from lightning_harmony.microbatches.metric_states import CountedOnce, metrics_of
 from lightning_harmony.microbatches.microbatch_ends import MicrobatchEnds
 from lightning_harmony.microbatches.stale_reads import StaleReads
 from lightning_harmony.microbatches.state_elsewhere import StateElsewhere
@@ -65,7 +66,11 @@ class Interleaving:
         self.places = Places(self._model, (("the profiler", trainer.profiler),))
         self._attributes = LaneAttributes(self.places, self._known)
         self._ends = MicrobatchEnds(self.places)
-        self._elsewhere = StateElsewhere(self.places, engine.modules_of_layers(), engine.objects_with_weights)
+        of_layers = list(engine.modules_of_layers())
+        metrics = CountedOnce(
+            metric for metric in metrics_of(self._model) if all(metric is not each for each in of_layers)
+        )
+        self._elsewhere = StateElsewhere(self.places, of_layers, engine.objects_with_weights, metrics)
         self._changing: set[int] = set()
         self._is_shown = False
         self.hazard: str | None = None

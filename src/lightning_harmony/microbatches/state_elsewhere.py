@@ -32,6 +32,7 @@ from lightning_harmony.held.cached_functions import CacheThen, cached_in, fillin
 from lightning_harmony.held.held_state import Held, Kind, Marks, joint_marks
 from lightning_harmony.held.places import Places, Together
 from lightning_harmony.held.variables import Chosen
+from lightning_harmony.microbatches.metric_states import CountedOnce
 from lightning_harmony.microbatches.step_undo import MOST_COPIED
 
 
@@ -115,13 +116,16 @@ class StateElsewhere:
         places: all that steps may change.
         of_layers: the modules of layers: their own attributes are looked at with these.
         with_weights: gives the attributes of objects that keep weights of layers, by their identities: so are they.
+        metrics: those of no layer.
 
     Attributes:
         default_dtypes: those that layers were called with and that hold in steps alone, as with `precision="64-true"`.
     """
 
-    def __init__(self, places: Places, of_layers: Iterable[nn.Module], with_weights: Callable[[], set[int]]) -> None:
-        self._places = places
+    def __init__(
+        self, places: Places, of_layers: Iterable[nn.Module], with_weights: Callable[[], set[int]], metrics: CountedOnce
+    ) -> None:
+        self._places, self._metrics = places, metrics
         self._of_layers, self._with_weights = {id(module) for module in of_layers}, with_weights
         self._excluded: set[int] = set()
         self.default_dtypes: set[torch.dtype] = set()
@@ -154,6 +158,7 @@ class StateElsewhere:
             What to call before a layer's code runs, with what puts a tensor into the stash, for the context in which that code
             runs again.
         """
+        self._metrics.refuse_late()
         self.finish()
         self._dtype_outside = torch.get_default_dtype()
         return self._at_call
@@ -163,6 +168,7 @@ class StateElsewhere:
         if self._is_begun and self._together is not None:
             self._together.let_go()
             self._is_first = False
+            self._metrics.is_known = True
         self._is_begun, self._moments, self._fillings, self._num_old = False, [], {}, {}
         self._marks, self._joint = {}, None
 
@@ -285,6 +291,7 @@ class StateElsewhere:
     def _at_call(self, stash: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
         if (dtype := torch.get_default_dtype()) is not self._dtype_outside:
             self.default_dtypes.add(dtype)
+        self._metrics.refuse_late()
         together = self._looked_at()
         # Who watches what code reads is not to see this.
         with DisableTorchFunctionSubclass():
@@ -308,7 +315,8 @@ class StateElsewhere:
             for number in numbers:
                 found[number].put(together.places[number])
         try:
-            yield
+            with self._metrics.again():
+                yield
         finally:
             with DisableTorchFunctionSubclass():
                 # What the recompute changes, the call has changed: it is among these.

@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.held.held_state import Held, Marks, state_of_generator
 from lightning_harmony.held.reads import version_of
 from lightning_harmony.held.shared_settings import NOT_SWITCHED, OFTEN_LOOKED_AT
 from lightning_harmony.microbatches.lane_attributes import Draws, KnownChanges
+from lightning_harmony.microbatches.metric_states import MetricStates, metrics_of
 from lightning_harmony.microbatches.snapshot import undo_of_tensor
-from lightning_harmony.setup import compat
 
 # Not more tensors are copied in case that a step changes them: so many are the losses of an epoch, or data.
 MOST_COPIED = 512
@@ -131,15 +130,7 @@ class Undo:
         # Of small ones no version tells that they change, as statistics of normalizations are.
         kept = [b for b in model.buffers() if id(b) in changing or b.numel() * b.element_size() <= _SMALL_BYTES]
         self._kept, self._undo = set(map(id, kept)), [undo_of_tensor(buffer) for buffer in kept]
-        self._metrics = [
-            (
-                vars(metric),
-                dict(vars(metric)),
-                {name: _state(vars(metric).get(name)) for name in compat.state_names(metric)},
-            )
-            for metric in model.modules()
-            if isinstance(metric, Metric)
-        ]
+        self._metrics = MetricStates(metrics_of(model))
 
     def note_turn(self, microbatch: int) -> None:
         """A microbatch has its turn: the one before has ended."""
@@ -186,13 +177,5 @@ class Undo:
         for buffers, assigned in self._buffers:
             buffers.clear()
             buffers.update(assigned)
-        for attributes, before, states in self._metrics:
-            attributes.clear()
-            attributes.update(before, **states)
+        self._metrics.restore()
         return True
-
-
-def _state(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return list(value) if isinstance(value, list) else value

@@ -1,0 +1,86 @@
+"""The states of metrics, to be made again what they were: of steps that are undone, and of layers' code that runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.setup import compat
+
+
+def metrics_of(model: nn.Module) -> Iterator[Metric]:
+    """The metrics among the modules of a model."""
+    return (module for module in model.modules() if isinstance(module, Metric))
+
+
+class MetricStates:
+    """What metrics hold at one moment."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = [
+            (
+                vars(metric),
+                dict(vars(metric)),
+                {name: _copied(vars(metric).get(name)) for name in compat.state_names(metric)},
+            )
+            for metric in metrics
+        ]
+
+    def restore(self) -> None:
+        """Let them hold it again."""
+        for attributes, before, states in self._metrics:
+            attributes.clear()
+            attributes.update(before, **states)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value
+
+
+class CountedOnce:
+    """Lets metrics of no layer that a layer's code updates count each call once, though that code runs again.
+
+    Args:
+        metrics: all of no layer.
+
+    Attributes:
+        is_known: whether a step has shown which ones layers' code updates: of these alone states are copied from then on.
+    """
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = list(metrics)
+        self._updated: set[int] = set()
+        self._is_late = self.is_known = False
+
+    def refuse_late(self) -> None:
+        """Refuse code that has updated one for the first time, of which no copy was made.
+
+        Raises:
+            UnsupportedModelError: if it has.
+        """
+        if self._is_late:
+            raise UnsupportedModelError(
+                "a metric is updated by a layer's code for the first time in this step, and once more as that runs again in "
+                "the backward: update it in the step, outside of layers, or in each step"
+            )
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The context of a layer's code that runs again."""
+        counts = [metric.update_count for metric in self._metrics]
+        then = MetricStates(each for each in self._metrics if not self.is_known or id(each) in self._updated)
+        try:
+            yield
+        finally:
+            pairs = zip(self._metrics, counts, strict=True)
+            updated = {id(metric) for metric, count in pairs if metric.update_count != count}
+            self._is_late = self._is_late or (self.is_known and not updated <= self._updated)
+            self._updated |= updated
+            then.restore()
