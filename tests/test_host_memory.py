@@ -135,7 +135,8 @@ def test_the_first_step_leaves_no_gradients_behind() -> None:
                 self.num_gradients = num_gradients(module)
 
     after = AfterFirst()
-    module = fit(strategy(), callbacks=[after])
+    with pytest.warns(UserWarning, match="AfterFirst.on_train_batch_end finds no gradients"):
+        module = fit(strategy(), callbacks=[after])
     assert module.reports[1].update == "just-in-time"
     assert after.num_gradients == 0
     # What remains is the stash.

@@ -234,7 +234,7 @@ class StrategyMixin(WholeStates):
             if sets_up_optimizers:
                 self.setup_optimizers(trainer)
             self._swapped.training.start()
-            self._loop_ends.begin(trainer, after_batch=self._release_signals, after_epoch=self._swapped.end_epoch)
+            self._loop_ends.begin(trainer, after_batch=self._release_signals, after_epoch=self._end_epoch)
 
     def _leave_memory(self, reason: DoesNotFit) -> None:
         """A batch does not fit beside the model: have layers swapped for the rest."""
@@ -364,6 +364,11 @@ class StrategyMixin(WholeStates):
         """A step is over, and its state whole."""
         if self._swapped is not None:
             self._swapped.signals.release()
+
+    def _end_epoch(self) -> None:
+        """No further batch follows in this epoch."""
+        if self._swapped is not None:
+            self._swapped.end_epoch()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -290,6 +290,8 @@ class Training:
         if update == "just-in-time" and not self.deferred.may_wait:
             if not self.engine.has_succeeded:
                 update, reason = "deferred", "the first step measures, and changes nothing until it has succeeded"
+            # Plans are made for steps that another one follows.
+            self.engine.updater.speeds.outlast = policy.why_never_later() is None
             limit = self.trainer.gradient_clip_val
             self.engine.backward(
                 gradient,
@@ -297,7 +299,6 @@ class Training:
                 requested=requested,
                 clip=by_value(limit) if limit else None,
                 may_outlast=policy.why_at_once() is None,
-                others_outlast=policy.why_never_later() is None,
                 state_may_stay=policy.hides_state(),
             )
         else:

@@ -382,17 +382,6 @@ def test_a_large_update_lets_a_more_urgent_one_go_first(pool: HostPool, monkeypa
     assert all(torch.equal(new, old - 1) for new, old in zip((small, large), expected, strict=True))
 
 
-def test_that_one_step_waits_for_its_update_says_nothing_of_the_others(pool: HostPool, updater: Updater) -> None:
-    """The last step of a fit waits: what was predicted after it, for those before it, was wrong."""
-    (parameter,) = some_parameters(1)
-    outlast = []
-    for may, others in ((False, False), (True, True), (False, True), (False, False)):
-        updater.begin(SGD([parameter], lr=1.0), [[parameter]], may_outlast=may, others_outlast=others)
-        outlast.append(updater.speeds.outlast)
-        updater.finish()
-    assert outlast == [False, True, True, False]
-
-
 @pytest.mark.parametrize("room", [None, 3], ids=["few packs", "little room"])
 def test_few_packs_wait_for_their_update(pool: HostPool, updater: Updater, room: int | None) -> None:
     """Those of more packs, or of more than the host has room for, are held up until others are updated."""

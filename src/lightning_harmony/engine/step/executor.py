@@ -293,7 +293,6 @@ class Executor:
         clip: Clip | None = None,
         with_norms: bool = False,
         may_outlast: bool = False,
-        others_outlast: bool = False,
         state_may_stay: bool = False,
     ) -> None:
         """Run the backward of all microbatches, and the update of each pack behind it.
@@ -306,7 +305,6 @@ class Executor:
             clip: changes gradients before they are used just in time.
             with_norms: whether the norm of each collected gradient will be asked for.
             may_outlast: whether updates just in time may go on until the next forward, as one does that is postponed.
-            others_outlast: whether those of most other steps may, of which plans are made.
             state_may_stay: whether nobody looks at optimizer state before the next update.
         """
         self.step.upstream = gradient.detach()
@@ -322,7 +320,6 @@ class Executor:
             hold_back=optimizer is not None and not self.has_succeeded,
             # A recorded step is whole.
             may_outlast=may_outlast and not self.recorder.is_recording,
-            others_outlast=others_outlast,
             state_may_stay=state_may_stay,
             is_tight=self._observer.is_measuring,
         )

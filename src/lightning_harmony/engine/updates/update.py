@@ -113,7 +113,6 @@ class Updater:
         with_norms: bool = False,
         hold_back: bool = False,
         may_outlast: bool = False,
-        others_outlast: bool = False,
         state_may_stay: bool = False,
         is_tight: bool = False,
     ) -> None:
@@ -128,7 +127,6 @@ class Updater:
                 once more.
             may_outlast: whether updates just in time may go on when `finish` has returned: code that needs parameters
                 then asks `postponed` first. The optimizer is one that `why_not_separable` finds nothing against.
-            others_outlast: whether those of most other steps may, of which plans are made.
             state_may_stay: whether nobody looks at optimizer state before the next update just in time.
             is_tight: whether this step leaves no room for it.
         """
@@ -143,7 +141,6 @@ class Updater:
         self._held_back = [] if hold_back else None
         separable = optimizer is not None and why_not_separable(optimizer) is None
         self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
-        self.speeds.outlast = may_outlast or others_outlast
         self.speeds.in_place = separable and self.streamed.spares_the_bus
         if optimizer is not None:
             self._optimizer = optimizer
