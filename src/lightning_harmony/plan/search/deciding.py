@@ -11,8 +11,10 @@ from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Parallel, Plan
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
 
-# How much of the optimizer state may stay on the device; of shares that are equally fast, the first one is taken.
+# How much of the optimizer state may stay on the device; of shares that are about equally fast, the first one is taken. What does
+# not stay holds up other copies and the host in more ways than are predicted: steps predicted 1 % shorter took 25 % longer.
 STATE_SHARES = (1.0, 0.75, 0.5, 0.25)
+_ABOUT = 0.03
 
 
 def decide(
@@ -97,7 +99,8 @@ def with_homes(plan: Plan) -> Plan:
         for other in dict.fromkeys([(kept.first_fused, kept.kept), (fewer.first_fused, fewer.kept)]):
             graphs = replace(kept, first_fused=other[0], kept=other[1])
             found.append(with_device_updates(with_costs(graphs, by_name, machine)))
-    fastest = min(found, key=lambda each: each.predicted_seconds, default=without)
+    least = min((each.predicted_seconds for each in found), default=0.0)
+    fastest = next((each for each in found if each.predicted_seconds <= least * (1 + _ABOUT)), without)
     return fastest if fastest.predicted_seconds <= without.predicted_seconds * (1 - CLEAR_SHARE) else without
 
 
