@@ -102,18 +102,19 @@ def test_of_plans_that_are_about_equally_fast_the_one_is_taken_with_the_most_sta
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A Llama of 3.6 B with 48 GiB was predicted to take 1.03 s with three quarters there, and took 1.4; all took 1.1 s."""
-    seconds = {6: 1.02, 4: 1.0, 3: 1.2, 2: 1.4, 0: 2.0}
+    without = stays(None, may_stay=False)
+    numbers = [round(share * len(without.packs)) for share in deciding.STATE_SHARES]
+    seconds = {**dict(zip(numbers, [1.02, 1.0, 1.2, 1.4], strict=True)), 0: 2.0}
 
     def predicted(plan: Plan) -> Plan:
         assert plan.predicted is not None
         return replace(plan, predicted=replace(plan.predicted, seconds=seconds[len(plan.state_on_device)]))
 
-    without = stays(None, may_stay=False)
     monkeypatch.setattr(deciding, "with_device_updates", predicted)
     assert without.profile is not None
     profile = replace(without.profile, machine=replace(without.profile.machine, state_may_stay=True))
-    for least, expected in ((1.0, 6), (0.95, 4)):
-        seconds[4] = least
+    for least, expected in ((1.0, numbers[0]), (0.95, numbers[1])):
+        seconds[numbers[1]] = least
         assert len(with_homes(replace(without, profile=profile)).state_on_device) == expected
 
 

@@ -11,8 +11,8 @@ from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Parallel, Plan
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
 
-# How much of the optimizer state may stay on the device; of shares that are about equally fast, the first one is taken. What does
-# not stay holds up other copies and the host in more ways than are predicted: steps predicted 1 % shorter took 25 % longer.
+# How much of the optimizer state may stay on the device; of shares that are about equally fast, the first one is taken. What
+# comes and goes holds up copies and the host in more ways than are predicted: steps predicted 1 % shorter took 25 % longer.
 STATE_SHARES = (1.0, 0.75, 0.5, 0.25)
 _ABOUT = 0.03
 
