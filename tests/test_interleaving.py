@@ -316,7 +316,22 @@ def function_of_a_library(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
         return net.blocks(x)
 
 
+def hooks_that_stay(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.blocks[1].register_forward_hook(lambda module, args, output: output * 1.25)
+    return net.blocks(x)
+
+
+def hooks_that_stay_in_the_end(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.num_calls = getattr(net, "num_calls", 0) + 1
+    handle = net.blocks[1].register_forward_hook(lambda module, args, output: output * 1.25)
+    x = net.blocks(x)
+    if net.num_calls < 10:
+        handle.remove()
+    return x
+
+
 HAZARDS = [
+    hooks_that_stay, hooks_that_stay_in_the_end,
     decimals, level_of_a_logger, queue_of_a_file, options_of_a_file, function_of_a_library,
     global_number, number_in_a_global_dict, number_on_the_module, number_put_back, number_of_an_object_put_back,
     number_in_a_dict, function_in_a_dict, number_on_an_object, tensor_on_an_object,
@@ -597,6 +612,7 @@ def random_before_the_layers(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
 
 LATE = [
     random_before_the_layers,
+    hooks_that_stay,
     number_on_the_module,
     number_in_a_dict,
     number_on_an_object,

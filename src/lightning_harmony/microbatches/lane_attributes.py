@@ -150,7 +150,8 @@ class _Space:
             return False
         if name in self.counters:
             return any(self.own.get(m, {}).get(name) != before + (m + 1) * self.counters[name] for m in ran)
-        return not any(name in own for own in self.own.values())
+        # Hooks that are left are those of all that follow.
+        return self.kind is Kind.HOOKS or not any(name in own for own in self.own.values())
 
     def undo(self) -> None:
         """Make everything what it was when the step began."""

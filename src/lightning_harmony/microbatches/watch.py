@@ -259,6 +259,9 @@ class Watch:
     def _note_end(self, held: Held, begun: Any, now: Any, name: Any) -> None:
         key = held.name, name
         self.seen.changed[key] = held
+        if held.kind is Kind.HOOKS and self._microbatch > 0:
+            # Each calls those that all before it have left.
+            self._note(f"hooks of {held.name!r} are registered or removed", "the end of a microbatch")
         if name is ALL:
             self._note_growth(held, begun, now)
             return
