@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from queue import Queue
+import json
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,13 @@ from support.taking_turns import ONE_AFTER_THE_OTHER, takes_turns
 
 SIZE = 32
 SAMPLES = torch.randn(24, SIZE, generator=torch.Generator().manual_seed(1))
-# Where products found elements, in the forward and in the backward. Of a list here, microbatches could read what others add.
-FOUND: Queue[tuple[str, torch.device, int]] = Queue()
+# A file that tells where products found elements, in the forward and in the backward. Of a list or a queue, microbatches could
+# read what others add.
+FOUND = os.memfd_create("found")
+
+
+def note_found(phase: str, device: torch.device, memory: int) -> None:
+    os.write(FOUND, (json.dumps([phase, str(device), memory]) + "\n").encode())
 
 
 class Coded(nn.Parameter):
@@ -61,8 +67,8 @@ class State:
     def weight(self, phase: str) -> Tensor:
         assert self.codes is not None
         assert self.scale is not None
-        FOUND.put((phase, self.codes.device, self.codes.untyped_storage().data_ptr()))
-        FOUND.put((phase, self.scale.device, self.scale.untyped_storage().data_ptr()))
+        note_found(phase, self.codes.device, self.codes.untyped_storage().data_ptr())
+        note_found(phase, self.scale.device, self.scale.untyped_storage().data_ptr())
         return self.codes.to(torch.float32) * self.scale[:, None]
 
 
@@ -198,8 +204,13 @@ KINDS = [InState, StateMadeInTheForward, AnewInEachCall]
 MOVED = [MovedByApply, JoinedByApply, LeftBehind]
 
 
-def taken_from(queue: Queue[Any]) -> list[Any]:
-    return [queue.get() for _ in range(queue.qsize())]
+def taken_found() -> list[tuple[str, torch.device, int]]:
+    """What was noted since this was last asked for."""
+    size = os.lseek(FOUND, 0, os.SEEK_CUR)
+    noted = [json.loads(line) for line in os.pread(FOUND, size, 0).decode().splitlines()]
+    os.ftruncate(FOUND, 0)
+    os.lseek(FOUND, 0, os.SEEK_SET)
+    return [(phase, torch.device(device), memory) for phase, device, memory in noted]
 
 
 @pytest.mark.devices(1, 2)
@@ -243,10 +254,10 @@ def test_products_find_elements_and_scales_on_the_device_and_nowhere_else(
 
     layers = (nn.Linear, kind) if is_alone else None
     strategy = HarmonyStrategy(num_microbatches=4, device_memory="28KiB", layers=layers)
-    taken_from(FOUND)
+    taken_found()
     with caplog.at_level("INFO"):
         training = train_harmony(module, SAMPLES, strategy, 8, with_gradients=False, more_callbacks=[Noting()])
-    found = taken_from(FOUND)
+    found = taken_found()
     assert {phase for phase, _, _ in found} == {"forward", "backward"}
     assert {device.type for _, device, _ in found} == {root().type}
     after = [base.kept.within["state"] if kind is AnewInEachCall else base.state for base in bases]

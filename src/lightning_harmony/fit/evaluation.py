@@ -57,7 +57,7 @@ class Evaluation:
             return self._run_in_microbatches(name, step, samples, sizes, args, kwargs)
         before = None
         if samples is not None and self.engine.measures(elements, is_training=False):
-            before = Snapshot(self.trainer, self.engine.devices)
+            before = Snapshot(self.trainer, self.engine.devices, (args, kwargs))
         outputs: list[Any] = []
         weights = self._versions()
         self.engine.notify()
@@ -123,7 +123,7 @@ class Evaluation:
         def run_all(interleave: bool) -> None:
             run_without_backward(self.engine, microbatches, largest, interleave=interleave)
 
-        interleaving.run(run_all, sizes)
+        interleaving.run(run_all, sizes, parts)
         interleaving.finish()
         shared.check()
         try:

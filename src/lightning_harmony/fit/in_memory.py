@@ -101,7 +101,7 @@ class InMemory:
                 return self._run(args, kwargs, sizes, parts, False)
         run = partial(self._run, args, kwargs, sizes, parts, True)
         if self._spread is not None and len(sizes) > 1:
-            run = partial(self._spread.run, run, self._keeping_gradients)
+            run = partial(self._spread.run, run, self._keeping_gradients, parts=parts)
         if fits:
             return run()
         with self._keeping_gradients():

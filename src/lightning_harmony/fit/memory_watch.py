@@ -71,7 +71,7 @@ class MemoryWatch:
         """
         device, capacity = self.device, self.device.capacity_bytes
         assert capacity is not None
-        before, parameters, collectives = Snapshot(self.trainer, [device]), self._checksums(), num_collectives()
+        before, parameters, collectives = Snapshot(self.trainer, [device], args), self._checksums(), num_collectives()
         error: str | None = None
         try:
             with self._counting() as most:

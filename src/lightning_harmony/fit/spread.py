@@ -40,12 +40,18 @@ class Spread:
         self._kind: list[Any] | None = None
         self._replicas: Replicas | None = None
 
-    def run(self, run: Callable[[Runs | None], Result], undoing: Callable[[], AbstractContextManager[None]]) -> Result:
+    def run(
+        self,
+        run: Callable[[Runs | None], Result],
+        undoing: Callable[[], AbstractContextManager[None]],
+        parts: Sequence[Any],
+    ) -> Result:
         """Run a step of several microbatches.
 
         Args:
             run: runs it, given how its microbatches run; None for one after the other where the model is.
             undoing: makes a context that leaves gradients as they were if it ends with an error.
+            parts: the microbatches.
 
         Raises:
             UnsupportedModelError: if it does on other devices what no step before has done.
@@ -63,7 +69,7 @@ class Spread:
             self._refuse(str(error))
             return run(None)
         if not self._has_run:
-            return self._try(run, self._replicas, undoing)
+            return self._try(run, self._replicas, undoing, parts)
         try:
             return run(self._replicas)
         except NotReplicableError as error:
@@ -84,8 +90,9 @@ class Spread:
         run: Callable[[Runs | None], Result],
         replicas: Replicas,
         undoing: Callable[[], AbstractContextManager[None]],
+        parts: Sequence[Any],
     ) -> Result:
-        before = Snapshot(self._trainer, self._devices)
+        before = Snapshot(self._trainer, self._devices, parts)
         try:
             with undoing():
                 result = run(replicas)

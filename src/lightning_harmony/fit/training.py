@@ -104,7 +104,7 @@ class Training:
             sizes, parts, steps = self._split(args, kwargs)
             before = None
             if self.settings.leaves_number and self.engine.measures(_largest(steps), is_training=True):
-                before = Snapshot(self.trainer, self.engine.devices)
+                before = Snapshot(self.trainer, self.engine.devices, (args, kwargs))
             collectives = num_collectives()
             try:
                 output = self._run_split(sizes, parts, steps)
@@ -187,7 +187,8 @@ class Training:
         """Run the microbatches of a batch."""
         weights, shared = self.settings.weights(sizes), UnchangedBatch(parts)
         with self.split_check.explaining(sizes):
-            self._forward(steps, [weight / self.trainer.accumulate_grad_batches for weight in weights], sizes)
+            batches = self.trainer.accumulate_grad_batches
+            self._forward(steps, [weight / batches for weight in weights], sizes, parts)
         shared.check()
         output = merge_outputs([each.output for each in steps], sizes)
         losses = [each.loss for each in steps if each.loss is not None]
@@ -229,7 +230,9 @@ class Training:
             run_without_backward(engine, microbatches, _largest(steps))
         return [step.loss for step in steps]
 
-    def _forward(self, steps: Sequence[TrainingStep], weights: Sequence[Fraction], sizes: Sequence[int]) -> None:
+    def _forward(
+        self, steps: Sequence[TrainingStep], weights: Sequence[Fraction], sizes: Sequence[int], parts: Sequence[Any]
+    ) -> None:
         batch_number = self.trainer.fit_loop.epoch_loop.total_batch_idx
         seed = torch.initial_seed()
         seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
@@ -255,7 +258,7 @@ class Training:
             short = "the device has no room for the activations and gradients of all of them at once"
             self._interleaving.end(short, len(sizes), "use smaller batches, or more memory")
         with without_caches(self._module):
-            self._interleaving.run(forward, sizes)
+            self._interleaving.run(forward, sizes, parts)
 
     def _is_deferred(self) -> bool:
         return self.deferred.policy.choose()[0] == "deferred"

@@ -22,6 +22,7 @@ from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelE
 from lightning_harmony.held.held_state import Held, Kind
 from lightning_harmony.held.places import Places
 from lightning_harmony.microbatches.collectives import num_collectives
+from lightning_harmony.microbatches.kept_batch import KeptBatch
 from lightning_harmony.microbatches.lane_attributes import (
     KnownChanges,
     LaneAttributes,
@@ -72,7 +73,7 @@ class Interleaving:
         )
         self._elsewhere = StateElsewhere(self.places, of_layers, engine.objects_with_weights, metrics)
         self._changing: set[int] = set()
-        self._is_shown = False
+        self._is_shown = self._changes_batch = False
         self.hazard: str | None = None
 
     @property
@@ -80,13 +81,22 @@ class Interleaving:
         """Whether microbatches take turns from now on."""
         return self._is_shown and self.hazard is None
 
-    def run(self, forward: Callable[[bool], None], sizes: Sequence[int]) -> None:
+    def run(self, forward: Callable[[bool], None], sizes: Sequence[int], parts: Sequence[Any]) -> None:
         """Run microbatches up to their losses.
 
         Args:
             forward: does, given whether they may take turns.
             sizes: how many samples each has. What they log is logged as one batch's.
+            parts: the microbatches.
+
+        Raises:
+            UnsupportedModelError: if they may not, and what was changed until that was seen cannot be taken back.
         """
+        batch = KeptBatch(parts if len(parts) > 1 else (), copies=self._changes_batch and self.is_earned)
+        self._run(forward, sizes, batch)
+        self._changes_batch = self._changes_batch or batch.has_changed()
+
+    def _run(self, forward: Callable[[bool], None], sizes: Sequence[int], batch: KeptBatch) -> None:
         engine = self._engine
         # Of a step that has failed.
         self._ends.finish()
@@ -125,7 +135,7 @@ class Interleaving:
         gc.collect()
         engine.abandon()
         self._attributes.undo()
-        if not undo.restore() or self._is_collective():
+        if not undo.restore() or not batch.restore() or self._is_collective():
             raise error or UnsupportedModelError(
                 f"microbatches took turns in a step, while {late}, and what they have changed cannot be taken back: use "
                 "HarmonyStrategy(num_microbatches=1), or pass it to layers as an argument"

@@ -14,7 +14,7 @@ from lightning_harmony.held.reads import version_of
 from lightning_harmony.held.shared_settings import NOT_SWITCHED, OFTEN_LOOKED_AT
 from lightning_harmony.microbatches.lane_attributes import Draws, KnownChanges
 from lightning_harmony.microbatches.metric_states import MetricStates, metrics_of
-from lightning_harmony.microbatches.snapshot import undo_of_tensor
+from lightning_harmony.microbatches.remembered import undo_of_tensor
 
 # Not more tensors are copied in case that a step changes them: so many are the losses of an epoch, or data.
 MOST_COPIED = 512

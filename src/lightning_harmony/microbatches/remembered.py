@@ -1,0 +1,158 @@
+"""What values hold at any depth, remembered: what a step changes in place is taken back."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_harmony.engine.structures.containers import have_same_content
+from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.engine.structures.object_state import restore_of
+from lightning_harmony.engine.structures.strides import assign
+from lightning_harmony.held.walk import OF_THREADS
+
+# Larger arrays are data.
+_LARGEST_COUNTS = 64 * 1024 * 1024
+# Classes and modules change in no step; nor do optimizers and data, which may be large.
+_LEFT_ALONE = (type, ModuleType, Optimizer, Dataset, DataLoader, *weakref.ProxyTypes)
+_OWN_PACKAGE = __name__.partition(".")[0]
+# What a module holds its tensors and submodules in: their entries are looked after one by one, or never change in a step.
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_PLAIN = (int, float, str, bool, type(None))
+
+
+class Remembered:
+    """What values hold at any depth, to be made so again.
+
+    Args:
+        undo_of_tensor: what makes a tensor what it is now, which is no parameter.
+        apart_from: what is not looked into.
+    """
+
+    def __init__(self, undo_of_tensor: Callable[[Tensor], Callable[[], None]], *apart_from: Any) -> None:
+        self._undo_of_tensor = undo_of_tensor
+        self._undo: list[Callable[[], None]] = []
+        self._seen = set(map(id, apart_from))
+
+    def undo(self) -> None:
+        """Make everything what it was."""
+        with torch.no_grad():
+            for undo in self._undo:
+                undo()
+
+    def add_module(self, module: nn.Module) -> None:
+        """Remember what a module holds itself, but its parameters."""
+        self._seen.add(id(module))
+        self.add_attributes(module)
+        self.add(module._buffers)
+
+    def add_attributes(self, owner: Any) -> None:
+        """Remember the attributes of an object."""
+        attributes = vars(owner)
+        self._undo.append(_undo_of_content(attributes))
+        for name, value in list(attributes.items()):
+            if name not in _REGISTRIES:
+                self.add(value)
+
+    def add(self, value: Any) -> None:
+        """Remember a value."""
+        if type(value) in _PLAIN:
+            return
+        if isinstance(value, tuple):
+            for inner in value:
+                self.add(inner)
+        elif id(value) in self._seen:
+            return
+        # Such as a metric in a plain dict.
+        elif isinstance(value, nn.Module):
+            for module in value.modules():
+                self.add_module(module)
+        elif (undo := self._undo_of(value)) is not None:
+            # The function that undoes refers to the value, so that no other gets its id.
+            self._seen.add(id(value))
+            self._undo.append(undo)
+            for inner in _contents(value):
+                self.add(inner)
+        elif _is_countable(value):
+            self._seen.add(id(value))
+            self.add_attributes(value)
+
+    def _undo_of(self, value: Any) -> Callable[[], None] | None:
+        """What takes changes of a value back; None if nothing changes or that is not its own to say."""
+        if isinstance(value, nn.Parameter):
+            return None
+        if isinstance(value, Tensor):
+            return self._undo_of_tensor(value)
+        if is_ndarray(value):
+            return undo_of_array(value) if value.nbytes <= _LARGEST_COUNTS else None
+        is_container = type(value) in (list, deque) or isinstance(value, dict | set)
+        return _undo_of_content(value) if is_container else restore_of(value)
+
+
+def _is_countable(value: Any) -> bool:
+    """Whether an object may hold counts of the user's own, as a meter does, and no other thread changes it."""
+    kind = type(value)
+    # Functions and methods say what they are in a class.
+    if issubclass(kind, _LEFT_ALONE) or hasattr(kind, "__get__") or kind.__module__.startswith(_OWN_PACKAGE):
+        return False
+    attributes = getattr(value, "__dict__", None)
+    return isinstance(attributes, dict) and not any(isinstance(held, OF_THREADS) for held in attributes.values())
+
+
+def undo_of_tensor(value: Tensor) -> Callable[[], None]:
+    """What makes a tensor, which is no parameter, what it is now. A copy is kept."""
+    before = value.detach().clone()
+    # Inference tensors count no versions, and are written to in inference mode alone.
+    version = None if value.is_inference() else value._version
+    is_strided = value.layout is torch.strided and not value.is_nested
+
+    def undo() -> None:
+        # The statistics of a normalization change without a new version. Those are in strided tensors.
+        if version is not None and value._version == version and (not is_strided or torch.equal(value, before)):
+            return
+        with torch.inference_mode(version is None):
+            if is_strided and value.size() != before.size():
+                value.resize_(before.size())
+            # Not another tensor of its memory: a sparse one gets other memory.
+            assign(value, before)
+
+    return undo
+
+
+def undo_of_array(value: Any) -> Callable[[], None]:
+    """What makes an array what it is now. A copy is kept."""
+    before = value.copy()
+
+    def undo() -> None:
+        if value.flags.writeable:
+            value[...] = before
+
+    return undo
+
+
+def _undo_of_content(value: Any) -> Callable[[], None]:
+    kind = next((kind for kind in (dict, set) if isinstance(value, kind)), list)
+    before = kind(value)
+
+    def undo() -> None:
+        # Some refuse to be changed, such as a config that is frozen.
+        if not have_same_content(value, before):
+            value.clear()
+            (value.extend if kind is list else value.update)(before)
+
+    return undo
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list | deque):
+        yield from value
