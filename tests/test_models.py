@@ -871,6 +871,65 @@ def test_adapters_of_peft_train_bit_for_bit_and_alone_have_optimizer_state() -> 
     assert set(trainer.optimizers[0].state) == {p for p in module.parameters() if p.requires_grad}
 
 
+class AgainstItsBase(nn.Module):
+    """Has the base as the reference, as where preferences are learned."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def scores(self, batch: Tensor) -> Tensor:
+        logits = self.model(input_ids=batch).logits[:, :-1].log_softmax(-1)
+        found: Tensor = logits.gather(2, batch[:, 1:, None]).sum((1, 2))
+        return found
+
+    def forward(self, batch: Tensor) -> Tensor:
+        with torch.no_grad(), self.model.disable_adapter():
+            reference = self.scores(batch)
+        return -nn.functional.logsigmoid(self.scores(batch) - reference).mean()
+
+
+class Switching(nn.Module):
+    """Has another adapter as the reference."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.model.set_adapter("other")
+        with torch.no_grad():
+            reference = self.model(input_ids=batch, labels=batch).loss
+        self.model.set_adapter("default")
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return (loss - 0.5 * reference).square()
+
+
+def with_adapters(kind: str) -> nn.Module:
+    """A model with adapters of one of peft's kinds."""
+    import peft
+    import transformers as hf
+
+    targets = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
+    if kind == "target_parameters":
+        config = hf.MixtralConfig(**DECODER, num_local_experts=4)
+        experts = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+        return nets.HuggingFace(peft.get_peft_model(hf.MixtralForCausalLM(config), experts))
+    more = {"dora": {"use_dora": True}, "modules_to_save": {"modules_to_save": ["lm_head"]}}.get(kind, {})
+    model = peft.get_peft_model(hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)), peft.LoraConfig(**targets, **more))
+    if kind == "several":
+        model.add_adapter("other", peft.LoraConfig(**targets, init_lora_weights=False))
+        return Switching(model)
+    return AgainstItsBase(model) if kind == "disable_adapter" else nets.HuggingFace(model)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", ["disable_adapter", "target_parameters", "dora", "modules_to_save", "several"])
+def test_adapters_of_each_kind_train_bit_for_bit(kind: str) -> None:
+    pytest.importorskip("peft")
+    assert_same_and_swapped(build(lambda: with_adapters(kind)), tokens(), "96KiB")
+
+
 # ---- what reaches out of layers -----------------------------------------------------------------------------------------
 
 

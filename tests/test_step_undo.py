@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.held.held_state import Held, Kind
 from lightning_harmony.microbatches.lane_attributes import KnownChanges
-from lightning_harmony.microbatches.snapshot import undo_of_tensor
+from lightning_harmony.microbatches.remembered import undo_of_tensor
 from lightning_harmony.microbatches.step_undo import MOST_COPIED, Undo
 
 

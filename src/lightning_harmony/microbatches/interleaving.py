@@ -37,6 +37,7 @@ from lightning_harmony.microbatches.watch import Watch
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 
+_FLAGS = "the step says of parameters whether they need gradients, and leaves it at that"
 _COLLECTIVE = "the step exchanges tensors with other nodes"
 
 
@@ -133,6 +134,7 @@ class Interleaving:
             # The frames of the attempt hold what it has allocated.
             error = CapacityError(str(raised)) if isinstance(raised, CapacityError) else raised
         gc.collect()
+        engine.step.gradient_flags.restore()
         engine.abandon()
         self._attributes.undo()
         if not undo.restore() or not batch.restore() or self._is_collective():
@@ -219,8 +221,10 @@ class Interleaving:
                 buffer = engine.buffer_of_several_visits()
                 if buffer is not None:
                     raise _Unsafe(f"{buffer} is changed")
-                if engine.step.read_buffer is not None:
-                    raise _Unsafe(f"{engine.step.read_buffer} is read outside of its layer")
+                if engine.step.gradient_flags.are_left or engine.step.read_buffer is not None:
+                    raise _Unsafe(
+                        _FLAGS if engine.step.read_buffer is None else f"{engine.step.read_buffer} is read outside"
+                    )
                 layer = engine.layer_with_wide_weights()
                 if layer is not None:
                     # Not for its values: the step was planned with less memory than its backward takes.
@@ -300,6 +304,8 @@ class Interleaving:
         elif (changed_parameter := self._engine.step.changed_parameter) is not None:
             changed = f"the step changes parameter {changed_parameter!r}"
             self.end(changed, num_microbatches, "change it in on_train_batch_start or on_train_batch_end")
+        elif self._engine.step.gradient_flags.are_left:
+            self.end(_FLAGS, num_microbatches, "do that in a hook")
         elif read is not None:
             found = f"{read} is read outside of its layer, where others that took turns would have changed it"
             self.end(found, num_microbatches, "return it from the layer's call")

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.structures.strides import assign
 from lightning_harmony.microbatches.remembered import Remembered
 
 
-class KeptBatch:
+class KeptBatch(Remembered):
     """A batch, or its microbatches, before a step runs that may run again: it may change what it is called with.
 
     Args:
@@ -22,10 +23,10 @@ class KeptBatch:
     """
 
     def __init__(self, given: Any, *, copies: bool) -> None:
+        super().__init__()
         self._copies = copies
         self._versions: list[tuple[Tensor, int]] = []
-        self._remembered = Remembered(self._undo_of_tensor)
-        self._remembered.add(given)
+        self.add(given)
 
     def has_changed(self) -> bool:
         """Whether a tensor has been changed in place."""
@@ -35,10 +36,12 @@ class KeptBatch:
         """Make everything what it was; whether that is possible."""
         if self.has_changed() and not self._copies:
             return False
-        self._remembered.undo()
+        self.undo()
         return True
 
-    def _undo_of_tensor(self, tensor: Tensor) -> Callable[[], None]:
+    @override
+    def undo_of_tensor(self, tensor: Tensor) -> Callable[[], None]:
+        """What makes it what it is now, if there is a copy."""
         version, is_inference = version_of(tensor), tensor.is_inference()
         self._versions.append((tensor, version))
         # On the host: a device may have no room for it. Those of inference mode do not tell whether they change.

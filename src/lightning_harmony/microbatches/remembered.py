@@ -33,12 +33,10 @@ class Remembered:
     """What values hold at any depth, to be made so again.
 
     Args:
-        undo_of_tensor: what makes a tensor what it is now, which is no parameter.
         apart_from: what is not looked into.
     """
 
-    def __init__(self, undo_of_tensor: Callable[[Tensor], Callable[[], None]], *apart_from: Any) -> None:
-        self._undo_of_tensor = undo_of_tensor
+    def __init__(self, *apart_from: Any) -> None:
         self._undo: list[Callable[[], None]] = []
         self._seen = set(map(id, apart_from))
 
@@ -85,12 +83,16 @@ class Remembered:
             self._seen.add(id(value))
             self.add_attributes(value)
 
+    def undo_of_tensor(self, tensor: Tensor) -> Callable[[], None]:
+        """What makes a tensor what it is now, which is no parameter."""
+        return undo_of_tensor(tensor)
+
     def _undo_of(self, value: Any) -> Callable[[], None] | None:
         """What takes changes of a value back; None if nothing changes or that is not its own to say."""
         if isinstance(value, nn.Parameter):
             return None
         if isinstance(value, Tensor):
-            return self._undo_of_tensor(value)
+            return self.undo_of_tensor(value)
         if is_ndarray(value):
             return undo_of_array(value) if value.nbytes <= _LARGEST_COUNTS else None
         is_container = type(value) in (list, deque) or isinstance(value, dict | set)

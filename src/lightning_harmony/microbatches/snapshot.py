@@ -13,7 +13,7 @@ from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.held.places import Places
 from lightning_harmony.microbatches.fingerprints import Fingerprints, is_of_numbers
 from lightning_harmony.microbatches.kept_batch import KeptBatch
-from lightning_harmony.microbatches.remembered import Remembered, undo_of_tensor
+from lightning_harmony.microbatches.remembered import Remembered
 from lightning_harmony.setup import compat
 
 
@@ -39,7 +39,7 @@ class Snapshot:
         self._elsewhere = [(each, copy, each.undo_in_place()) for each, copy in held]
         hidden = ((each, [item for item in each.items() if not is_of_numbers(item[1])]) for each, _ in held)
         self._silent = Fingerprints(hidden)
-        self._remembered = Remembered(undo_of_tensor, trainer)
+        self._remembered = Remembered(trainer)
         results = compat.logged_results(trainer)
         for owner in [] if results is None else [results, *results.values()]:
             if isinstance(owner, dict):

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_harmony.engine.glue.equal_stand_ins import COMPARING, equal_stand_ins
 from lightning_harmony.engine.glue.refusals import (
     GRADIENTS_ASKED,
+    SETTING_FLAGS,
     changed_in_step,
     changes_nothing,
     gradient_in_step,
@@ -86,6 +87,8 @@ class StandIn(Tensor):
         if func in _DETACHING:
             return args[0].detached()
         if changes_nothing(func, *args, **kwargs):
+            return args[0]
+        if func in SETTING_FLAGS and _has_set_flag(*args, **kwargs):
             return args[0]
         if func in COMPARING and (equal := equal_stand_ins(with_parameters, *args)) is not None:
             return equal
@@ -163,6 +166,12 @@ _REFUSED = {
 
 # What they return shares the memory of what they are called with, and nobody sees it.
 _SHARING = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr}
+
+
+def _has_set_flag(stand_in: StandIn, flag: bool = True, *, requires_grad: bool | None = None) -> bool:
+    """Say whether a parameter needs gradients, in the microbatch that does; whether that may be."""
+    flag = bool(flag if requires_grad is None else requires_grad)
+    return stand_in._runtime.set_gradient_flag(stand_in.parameter, stand_in, flag)
 
 
 def _changed(stand_ins: Sequence[StandIn], func: Any, args: Any, kwargs: Any) -> Any:

@@ -27,7 +27,8 @@ _BETWEEN = (
     "torch.utils._contextlib",
 )
 
-_SET_DATA, _SET_FLAG = (getattr(Tensor, name).__set__ for name in ("data", "requires_grad"))
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+SETTING_FLAGS = frozenset({Tensor.requires_grad.__set__, Tensor.requires_grad_})  # type: ignore[attr-defined]
 # They return the tensor itself where it is of that type, and there.
 _CONVERTING = {
     Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.type, Tensor.type_as,
@@ -92,7 +93,7 @@ def changes_nothing(func: Any, stand_in: Any, *args: Any, **kwargs: Any) -> bool
         args: what with, behind that.
         kwargs: what with, too.
     """
-    if func == _SET_FLAG or func is Tensor.requires_grad_:
+    if func in SETTING_FLAGS:
         flag = args[0] if args else kwargs.get("requires_grad", True)
         return bool(flag == stand_in.requires_grad)
     if func == _SET_DATA:

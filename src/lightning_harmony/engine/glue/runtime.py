@@ -34,6 +34,9 @@ class Runtime(Protocol):
     def give(self, parameter: nn.Parameter) -> None:
         """An autograd function of the user's own is given a parameter."""
 
+    def set_gradient_flag(self, parameter: nn.Parameter, stand_in: Tensor, flag: bool) -> bool:
+        """The current microbatch says whether a parameter needs gradients; whether one may."""
+
     def changing(self, parameter: nn.Parameter, *, in_place: bool) -> AbstractContextManager[Tensor] | None:
         """The context in which a parameter is on a device, to be changed there; None where others use it meanwhile.
 

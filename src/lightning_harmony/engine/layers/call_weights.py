@@ -61,6 +61,7 @@ class CallWeights:
     def bind(self, call: LayerCall) -> Mapping[nn.Parameter, Tensor]:
         """The weights for the layer's code, in the caller's graph: their gradients go to the pack's sum."""
         trained, residency = self.trained, call.residency
+        self._flag(residency)
         leaves = residency.leaves
         if not (trained and self._with_graph):
             return self._shown(leaves, residency)
@@ -70,8 +71,17 @@ class CallWeights:
             *taps, self._end = _Weights.apply(self._anchor, self._gradients, weights)
         return self._shown(self.as_found(trained, taps, residency), residency)
 
+    def _flag(self, residency: Residency) -> None:
+        """Have those need gradients that did so when the layer was called: a step may say otherwise for a while."""
+        trained = set(self.trained)
+        for parameter in self._layer.parameters:
+            leaf = residency.leaves[parameter]
+            if leaf.requires_grad != (parameter in trained):
+                leaf.requires_grad_(parameter in trained)
+
     def bind_again(self, residency: Residency) -> Mapping[nn.Parameter, Tensor]:
         """The same weights, in the same graph: code that runs in the backward may differentiate to them."""
+        self._flag(residency)
         if self._end is None or not self._with_graph:
             return self._shown(residency.leaves, residency)
         node: Any = self._end.grad_fn

@@ -147,7 +147,11 @@ class LayerCall:
                 result = self._run(*args, **kwargs)
         self._is_running = False
         has_written = gathered == self._storages_of(layer.gathered) and residency.weights._version != version
-        if has_written or self._weights.have_changed_wide() or composed != self._storages_of(layer.composed):
+        if (
+            (has_written and not residency.is_as_it_came())
+            or self._weights.have_changed_wide()
+            or composed != self._storages_of(layer.composed)
+        ):
             raise UnsupportedModelError(
                 f"layer {layer.name!r} modifies a parameter in place in its forward, or its data, which swapping would lose; "
                 "do that in a hook such as on_train_batch_start"

@@ -17,6 +17,8 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.model.host_store import ALONE, HostStore, Slot, lay_out, num_users
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, bytes_of, host_buffer
+from lightning_harmony.engine.structures.checksum import checksum
+from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.parts import is_composed, parts_of
 
 
@@ -195,6 +197,13 @@ class Residency:
             within.sort(key=_begin)
         return dict(ranges)
 
+    def is_as_it_came(self) -> bool:
+        """Whether weights that were written to are what they were, as by `weight.set_(weight)`, as far as that is known."""
+        if self.checksum is None:
+            return False
+        with torch.inference_mode(False), Unseen(), self.device.on_host():
+            return torch.equal(checksum(self.weights), self.checksum)
+
     def hand_over(self) -> Masters | None:
         """The parameters as they are on the host, for an update that lets them go; None if they are not there, or kept."""
         masters, self.masters = self.masters, None
@@ -300,6 +309,7 @@ class SwappedPack:
         self.accumulators: dict[int, Accumulator] = {}
         self.parked: dict[int, SummedGradients] = {}
         self._gradient_layouts: dict[tuple[bool, ...], tuple[dict[GradientKey, Slot], int]] = {}
+        self._layout_of_sums: tuple[dict[GradientKey, Slot], int] = {}, 0
 
     @property
     def name(self) -> str:
@@ -367,13 +377,19 @@ class SwappedPack:
         return dict(zip(self.buffers, slots, strict=True)), num_bytes
 
     def gradient_layout(self) -> tuple[dict[GradientKey, Slot], int]:
-        """A slot for the gradient of each trainable parameter of each layer, and the bytes of the whole."""
+        """A slot for the gradient of each trainable parameter of each layer, and the bytes of the whole.
+
+        While it has sums, it is theirs: a step may say for a while that parameters need no gradients.
+        """
+        if self.accumulators or self.parked:
+            return self._layout_of_sums
         trainable = tuple([parameter.requires_grad for parameter in self.parameters])
         known = self._gradient_layouts.get(trainable)
         if known is None:
             keys = [(layer, p) for layer in self.layers for p in layer.parameters if p.requires_grad]
             slots, num_bytes = lay_out([parameter for _, parameter in keys])
             known = self._gradient_layouts[trainable] = dict(zip(keys, slots, strict=True)), num_bytes
+        self._layout_of_sums = known
         return known
 
 

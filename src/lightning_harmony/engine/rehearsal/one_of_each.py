@@ -97,6 +97,13 @@ class OneOfEach:
     def views(self) -> None:
         """Nothing has values to change."""
 
+    def set_gradient_flag(self, parameter: nn.Parameter, stand_in: Tensor, flag: bool) -> bool:
+        """No other microbatch finds it."""
+        with torch._C.DisableTorchFunction():
+            for tensor in (parameter, stand_in):
+                tensor.requires_grad_(flag)
+        return True
+
     def changing(self, parameter: nn.Parameter, *, in_place: bool) -> None:
         """Nothing has values to change."""
 

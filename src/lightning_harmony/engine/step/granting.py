@@ -96,6 +96,8 @@ class Granting:
         residents = self._residents[number]
         with residents.device.scheduling():
             step.random.switch_to(lane.microbatch)
+            if not step.is_sequential:
+                step.gradient_flags.switch_to(lane.microbatch)
             phase = Phase.FORWARD if request is None else request.phase
             pack = None if request is None or request.pack is None else residents.packs[request.pack]
             # First: where there is no room for what the turn needs, it is named.

@@ -277,6 +277,14 @@ class Runtime:
                         return layer, leaf
         return None
 
+    def set_gradient_flag(self, parameter: nn.Parameter, stand_in: Tensor, flag: bool) -> bool:
+        """The current microbatch says whether a parameter needs gradients; whether one may."""
+        progress = self._step.current()
+        if progress is None:
+            return False
+        self._step.gradient_flags.set(progress.lane.microbatch, (parameter, stand_in), flag)
+        return True
+
     def changing(self, parameter: nn.Parameter, *, in_place: bool) -> AbstractContextManager[Tensor] | None:
         """The context in which a parameter is on the root device, to be changed there; behind it, the host has that.
 
@@ -407,6 +415,12 @@ class Runtime:
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Take the gradients of one announced backward, as torch does: none of what has been frozen since its forward."""
         gradients = [each for each in gradients if each[0].requires_grad]
+        for parameter, _ in gradients:
+            if not self._step.gradient_flags.needed(parameter):
+                raise UnsupportedModelError(
+                    f"parameter {self._model.names[parameter]!r} gets a gradient, but needed none when the step began: say so "
+                    "before, as in on_train_batch_start"
+                )
         progress = self._step.current()
         if progress is not None:
             if gradients and not progress.differentiating:

@@ -16,6 +16,7 @@ from lightning_harmony.engine.lanes.rng import RandomStreams
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
+from lightning_harmony.engine.step.gradient_flags import GradientFlags
 from lightning_harmony.engine.step.read_buffers import ReadBuffers
 from lightning_harmony.engine.step.turns import LaneProgress, Turns
 from lightning_harmony.plan.values.plan import Plan
@@ -91,6 +92,7 @@ class Step:
         watch: watches its microbatches while one runs after the other.
         has_optimizer: whether an optimizer has a parameter.
         changed_parameter: the name of a parameter that its code has changed; None if it has changed none.
+        gradient_flags: what its code says of parameters that need gradients.
         read_buffers: the buffers of layers that others have read, and the layers.
         buffer_copies: what those have read.
         in_backward: whether the gradient of its loss has come.
@@ -111,6 +113,7 @@ class Step:
         self.watch: StepWatch | None = None
         self.has_optimizer: Callable[[nn.Parameter], bool] = attrgetter("requires_grad")
         self.changed_parameter: str | None = None
+        self.gradient_flags = GradientFlags()
         self.read_buffers: dict[BufferKey, SwappedLayer] = {}
         self.buffer_copies = ReadBuffers()
         self.in_backward = self.has_trained = False
@@ -162,6 +165,7 @@ class Step:
         """
         if running:
             self.read_buffers, self.changed_parameter = {}, None
+            self.gradient_flags.forget()
         self.buffer_copies = ReadBuffers()
         self._progress = {progress.lane: progress for progress in running}
         self.turns = Turns(running, plan, having_buffers, fuses=self.fuses)

@@ -93,7 +93,9 @@ class Share:
             gradients: theirs, and maybe others.
             states: of each parameter, the optimizer's state, and maybe of others. It is changed in place.
         """
-        there = {self._stand_ins[p]: nn.Parameter(tensor, p.requires_grad) for p, tensor in tensors.items()}
+        stand_ins = {self._stand_ins[p]: tensor for p, tensor in tensors.items()}
+        # As it was when the update was asked for: a step may say otherwise for a while.
+        there = {stand_in: nn.Parameter(tensor, stand_in.requires_grad) for stand_in, tensor in stand_ins.items()}
         numbers = {
             p: number for number, group in enumerate(self._twin.param_groups) for p in group["params"] if p in there
         }

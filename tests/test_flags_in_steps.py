@@ -1,0 +1,99 @@
+"""A step that says for a while which parameters need gradients, as where a part of a model is frozen for one of its losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from support.same_training import Net, assert_same_training, train_harmony
+from support.sampling import combined
+
+SIZE = 16
+SAMPLES = torch.randn(24, SIZE, generator=torch.Generator().manual_seed(1))
+
+
+class Layers(nn.Module):
+    """Frozen up to some layer."""
+
+    def __init__(self, run: Callable[[Layers, Tensor], Tensor], num_frozen: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()) for _ in range(5))
+        self.out = nn.Linear(SIZE, 1)
+        self.layers[:num_frozen].requires_grad_(False)
+        self.run, self.num_calls = run, 0
+
+    def scores(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        scores: Tensor = self.out(x)
+        return scores
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.run(self, batch if isinstance(batch, Tensor) else batch[0])
+
+
+def reference_without_gradients(net: Layers, x: Tensor) -> Tensor:
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    with torch.no_grad():
+        reference = net.scores(x + 1)
+    for parameter in trained:
+        parameter.requires_grad = True
+    return (net.scores(x) - reference).square().mean()
+
+
+def frozen_where_it_is_used(net: Layers, x: Tensor) -> Tensor:
+    net.layers[2:4].requires_grad_(False)
+    scores = net.scores(x)
+    net.layers[2:4].requires_grad_(True)
+    return scores.square().mean()
+
+
+def frozen_behind_its_use(net: Layers, x: Tensor) -> Tensor:
+    scores = net.scores(x)
+    net.layers[3].requires_grad_(False)
+    with torch.no_grad():
+        reference = net.scores(x + 1)
+    net.layers[3].requires_grad_(True)
+    return (scores - reference).square().mean()
+
+
+def frozen_for_good(net: Layers, x: Tensor) -> Tensor:
+    net.num_calls += 1
+    if net.num_calls > 6:
+        net.layers[3].requires_grad_(False)
+    return net.scores(x).square().mean()
+
+
+WAYS = [reference_without_gradients, frozen_where_it_is_used, frozen_behind_its_use]
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.parametrize(
+    ("way", "num_frozen", "device_memory"), combined(WAYS, [(0, None), (1, "12KiB"), (0, "12KiB")])
+)
+def test_a_step_may_say_so_for_a_while(way: Any, num_frozen: int, device_memory: str | None) -> None:
+    assert_same_training(Net(Layers(way, num_frozen)), SAMPLES, device_memory=device_memory)
+
+
+@pytest.mark.one_after_the_other
+def test_what_a_step_leaves_frozen_is_so_for_the_next_microbatch() -> None:
+    assert_same_training(Net(Layers(frozen_for_good, 0)), SAMPLES)
+
+
+def needed_late(net: Layers, x: Tensor) -> Tensor:
+    net.layers[0].requires_grad_(True)
+    return net.scores(x).square().mean()
+
+
+def test_a_gradient_that_nobody_expected_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="gets a gradient, but needed none when the step began"):
+        train_harmony(
+            Net(Layers(needed_late, 1)), SAMPLES, HarmonyStrategy(num_microbatches=2), 4, with_gradients=False
+        )
