@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -18,8 +19,8 @@ class GradientFlags:
         """A step begins, which finds them as they are."""
         # By their identities: tensors, and what they were when the step began.
         self._before: dict[int, tuple[Tensor, bool]] = {}
-        # By microbatch, what each has said.
-        self._own: dict[int, dict[int, bool]] = {}
+        # By microbatch, those that differ from that.
+        self._own: defaultdict[int, dict[int, bool]] = defaultdict(dict)
         self._current: int | None = None
 
     def needed(self, tensor: Tensor) -> bool:
@@ -27,27 +28,30 @@ class GradientFlags:
         return self._before.get(id(tensor), (tensor, tensor.requires_grad))[1]
 
     def set(self, microbatch: int, tensors: Iterable[Tensor], flag: bool) -> None:
-        """A microbatch says whether these need gradients."""
+        """The microbatch that runs says whether these need gradients."""
         self._current = microbatch
-        own = self._own.setdefault(microbatch, {})
         for tensor in tensors:
-            self._before.setdefault(id(tensor), (tensor, tensor.requires_grad))
-            own[id(tensor)] = flag
+            _, before = self._before.setdefault(id(tensor), (tensor, tensor.requires_grad))
+            if flag == before:
+                self._own[microbatch].pop(id(tensor), None)
+            else:
+                self._own[microbatch][id(tensor)] = flag
             _set(tensor, flag)
 
     def switch_to(self, microbatch: int) -> None:
         """From now on another microbatch runs."""
         if microbatch == self._current or not self._before:
             return
-        self._current = microbatch
-        own = self._own.get(microbatch, {})
-        for key, (tensor, before) in self._before.items():
-            _set(tensor, own.get(key, before))
+        last, self._current = self._current, microbatch
+        for key in () if last is None else self._own[last]:
+            _set(*self._before[key])
+        for key, flag in self._own[microbatch].items():
+            _set(self._before[key][0], flag)
 
     @property
     def are_left(self) -> bool:
         """Whether a microbatch has left one other than it was: the next one would find it so."""
-        return any(flag != self._before[key][1] for own in self._own.values() for key, flag in own.items())
+        return any(self._own.values())
 
     def restore(self) -> None:
         """The step is undone."""
