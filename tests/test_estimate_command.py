@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -129,10 +130,14 @@ def test_settings_change_a_configuration_that_is_read(tmp_path: Path, capsys: py
 def test_a_model_of_the_hub_that_cannot_be_read_says_why_and_what_works_offline(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def offline(path: str, **options: Any) -> Any:
+    def offline(path: str, *, local_files_only: bool, **options: Any) -> Any:
         assert path == name
+        # The Hub's own library would try for half a minute.
+        assert local_files_only
         raise OSError("We couldn't connect to the hub.\nCheck your internet connection.")
 
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("lightning_harmony.estimating.application.getproxies", dict)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
     line = refused(capsys, name)
     assert "We couldn't connect to the hub. Check your internet connection." in line

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import Tensor
@@ -20,6 +24,8 @@ from lightning_harmony.estimating.subject import needs_numbers
 
 # The name of a model on the Hugging Face Hub, perhaps with its owner's before it.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*|[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# How long the Hub has to answer.
+_PATIENCE_SECONDS = 3.0
 _TENSOR = re.compile(r"\s*(?:(\w+)\s*=\s*)?(\w+)\s*\[([\d\s,]*)\]\s*(?:,|$)")
 
 
@@ -57,8 +63,12 @@ def _hugging_face_config(path: str, arguments: Mapping[str, Any]) -> Any:
         transformers = import_module("transformers")
     except ImportError as error:
         raise ValueError(f"{path}: to read a Hugging Face configuration, pip install transformers") from error
+    # The Hub's own library tries for half a minute, and tells of each attempt.
+    is_here = Path(path).exists() or not _answers(import_module("huggingface_hub").constants.ENDPOINT)
     try:
-        config, unused = transformers.AutoConfig.from_pretrained(path, return_unused_kwargs=True, **arguments)
+        config, unused = transformers.AutoConfig.from_pretrained(
+            path, return_unused_kwargs=True, local_files_only=is_here, **arguments
+        )
     except Exception as error:
         why = " ".join(str(error).split()) or type(error).__name__
         if Path(path).exists():
@@ -70,6 +80,16 @@ def _hugging_face_config(path: str, arguments: Mapping[str, Any]) -> Any:
         ) from error
     _refuse_unknown(path, unused, config)
     return config
+
+
+def _answers(url: str) -> bool:
+    """Whether a server can be reached; taken to be so by way of a proxy."""
+    if getproxies():
+        return True
+    parts = urlsplit(url)
+    with suppress(OSError), socket.create_connection((parts.hostname, parts.port or 443), _PATIENCE_SECONDS):
+        return True
+    return False
 
 
 def _refuse_unknown(path: str, names: Collection[str], config: Any) -> None:
