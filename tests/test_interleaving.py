@@ -653,6 +653,14 @@ def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> N
     assert_same_training(Net(kind(does)), samples(40), batch_size=8, updates=updates)
 
 
+def test_a_step_that_runs_twice_and_ends_no_turns_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert_same_training(Net(Later(hook_that_registers_itself)), samples(40), batch_size=8)
+    assert ONE_AFTER_THE_OTHER not in caplog.text
+    assert "a step has run twice: microbatches took turns in it, while" in caplog.text
+    assert caplog.text.count("a step has run twice") == caplog.text.count("_forward_hooks")
+
+
 def trained_on_both_sides(make: Any, num_steps: int, data: Any) -> Iterator[Any]:
     """A network, as plain Lightning leaves it that has microbatches as its batches, and as harmony does."""
     for strategy, size, number in (
