@@ -135,6 +135,19 @@ def test_modes_that_the_users_code_leaves_stay() -> None:
     assert torch.overrides._get_current_function_mode_stack() == []
 
 
+def test_code_that_is_compiled_as_a_whole_runs() -> None:
+    """The compiler could not follow a lookout, and `fullgraph=True` refuses what it cannot follow."""
+    layer, (watch, ended) = nn.Linear(3, 3), lookout()
+    whole = torch.compile(lambda value: (value * 2).relu().sum(), backend="eager", fullgraph=True)
+    watch.keep(layer.parameters())
+    try:
+        assert float(whole(torch.ones(3))) == 6
+        assert not ended
+    finally:
+        watch.leave()
+    assert float(whole(torch.ones(3))) == 6
+
+
 @torch.compile(backend="eager")
 def compiled(value: Tensor) -> Tensor:
     return value + 1

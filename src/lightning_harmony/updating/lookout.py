@@ -88,6 +88,9 @@ class Lookout(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, behind the update if it may see what that changes."""
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            # Compiled code does not come here again: whether somebody has any is asked before.
+            return func(*args, **kwargs)
         # Processes that are forked have the lookout, too, but no updates.
         if func in _TELLS_NOTHING or self._process != os.getpid() or not self._has_some((*args, *kwargs.values())):
             return func(*args, **kwargs)
