@@ -118,6 +118,9 @@ class Walk:
                 yield from self._place(
                     Held(named, attributes[attribute], Kind.HOOKS, None, partial(self._entry, named, 0, 0))
                 )
+            # A step may put others in their places for a while. Those of TorchScript stay what they are.
+            if module._modules and isinstance(module._modules, dict):
+                yield from self._place(Held(_joined(name, "_modules"), module._modules, Kind.CONTAINER))
             for attribute in HOOKS_OF_BACKWARD:
                 for key, hook in list((attributes.get(attribute) or {}).items()):
                     yield from self._entry(_joined(name, attribute), 0, 0, key, hook)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import OutOfReach
@@ -275,7 +276,8 @@ class LaneAttributes:
     microbatch left; lists to which all have only added hold what each added.
 
     To look at all modules in every turn would take its time: looked at is what is known to change, and the first arguments of
-    the functions that wait for a layer, such as the module whose forward calls it. `late` tells what else has changed.
+    the functions that wait for a layer, such as the module whose forward calls it; and hooks where some were registered.
+    `late` tells what else has changed.
 
     Args:
         places: all that steps may change.
@@ -291,6 +293,7 @@ class LaneAttributes:
         self._watched: list[_Space] = []
         # By the attributes of a module, or of an object: the places in it, with what was in them.
         self._places_in: dict[int, _Within] = {}
+        self._hooks, self._num_hooks = _Within(), 0
         self._current: int | None = None
         self._ran: set[int] = set()
         self._seen_late: list[str] = []
@@ -299,6 +302,8 @@ class LaneAttributes:
         """A step begins; one that did not come to its end is over. Returns what it finds."""
         self.finish()
         self._begun, self._places_in = self._places.look(), {}
+        self._hooks = _Within(each for each in self._begun if each[0].kind is Kind.HOOKS)
+        self._num_hooks = RemovableHandle.next_id
         of_module = _Within()
         for held, base in self._begun:
             if held.kind is Kind.MODULE:
@@ -331,9 +336,14 @@ class LaneAttributes:
     def _look_at(self, objects: Iterable[Any]) -> None:
         """Note what is changed in some objects, which may be put back before the step ends."""
         # Several functions of one module may wait.
-        for key in {id(getattr(each, "__dict__", None)) for each in objects}:
-            within = self._places_in.get(key)
-            for held, base in () if within is None else within.changed():
+        keys = {id(getattr(each, "__dict__", None)) for each in objects}
+        looked_at = [self._places_in[key] for key in keys if key in self._places_in]
+        # Each that is registered is counted, on whichever module.
+        if RemovableHandle.next_id != self._num_hooks:
+            self._num_hooks = RemovableHandle.next_id
+            looked_at.append(self._hooks)
+        for within in looked_at:
+            for held, base in within.changed():
                 space = self._space(held, base)
                 self._seen_late += _named(space, space.foreign(is_watched=space.name in self._known.places))
 
@@ -375,6 +385,7 @@ class LaneAttributes:
 
     def _forget(self) -> None:
         self._begun, self._spaces, self._watched, self._places_in = Contents(Together(())), {}, [], {}
+        self._hooks = _Within()
         self._current, self._ran, self._seen_late = None, set(), []
 
 

@@ -48,10 +48,14 @@ class InterceptedForward:
         self._runtime = runtime
         # Its gradient is never used: it makes weights part of the graph of a call.
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
+        self._is_removed = False
         setattr(module, self._attribute, self)
 
     def remove(self) -> None:
-        """Give the module its own forward back."""
+        """Give the module its own forward back, unless the user has put another one there since, which may call this one."""
+        self._is_removed = True
+        if vars(self._module).get(self._attribute) is not self:
+            return
         if self._own is None:
             delattr(self._module, self._attribute)
         else:
@@ -65,6 +69,8 @@ class InterceptedForward:
         Raises:
             UnsupportedModelError: within `torch.func` transformations, or if the layer does what would be lost.
         """
+        if self._is_removed:
+            return self.original.run(*args, **kwargs)
         if torch._C._are_functorch_transforms_active():
             raise UnsupportedModelError(
                 f"layer {self.layer.name!r} is called within a transformation of torch.func (vmap, grad, jvp), which cannot "
