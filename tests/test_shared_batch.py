@@ -56,6 +56,22 @@ def test_a_small_tensor_that_a_step_changes_is_each_microbatchs_own() -> None:
     assert set(model.found) == {0.0}
 
 
+class AddsToASet(Model):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        batch["seen"].add(len(batch["seen"]))
+        self.found.append(len(batch["seen"]))
+        return super().training_step(batch, batch_idx)
+
+    def collate(self, samples: list[Tensor]) -> dict[str, Any]:
+        return {**super().collate(samples), "seen": set()}
+
+
+def test_a_set_to_which_a_step_adds_is_each_microbatchs_own() -> None:
+    model = AddsToASet()
+    fit(model)
+    assert model.found[::2] == [1] * 12
+
+
 def test_a_large_tensor_that_a_step_changes_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"changes a tensor of shape \(1, 100000\) of its batch in place"):
         fit(Model(100_000))

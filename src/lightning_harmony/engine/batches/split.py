@@ -385,6 +385,8 @@ def _own(value: Any) -> Any:
     """Let a microbatch have what others have, too; what a step may change, such as a counter, as a copy."""
     if is_ndarray(value):
         return value.copy() if value.nbytes < SMALLEST_BYTES else value
+    if type(value) is set:
+        return value.copy()
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
     if not is_dense or value.requires_grad or not is_small(value):
         return value
