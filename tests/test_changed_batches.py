@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.utils import ModelOutput
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.microbatches.kept_batch import KeptBatch
@@ -59,11 +60,47 @@ def shared(batch: dict[str, Any]) -> Tensor:
     return x
 
 
-WAYS = [rows, entry, new_entry, attribute, shared]
+def unseen(batch: dict[str, Any]) -> Tensor:
+    x: Tensor = batch["x"]
+    x.data.mul_(1.1)
+    return x
+
+
+def needed(batch: dict[str, Any]) -> Tensor:
+    x: Tensor = batch["x"].mul_(1.1).requires_grad_()
+    return x
+
+
+def attribute_of_rows(batch: dict[str, Any]) -> Tensor:
+    x: Any = batch["x"]
+    x.scale = 1.1 * getattr(x, "scale", 1.0)
+    scaled: Tensor = x * x.scale
+    return scaled
+
+
+def entry_and_attribute(batch: dict[str, Any]) -> Tensor:
+    batch["output"]["x"] = batch["output"].x * 1.1
+    x: Tensor = batch["output"].x
+    return x
+
+
+WAYS = [rows, entry, new_entry, attribute, shared, unseen, needed, attribute_of_rows, entry_and_attribute]
+
+
+@dataclass
+class Output(ModelOutput):  # type: ignore[misc, no-any-unimported]
+    """Refuses to be updated or cleared, and has its entries as attributes, too."""
+
+    x: Tensor | None = None
 
 
 def collate(samples: list[Tensor]) -> dict[str, Any]:
-    return {"x": torch.stack(samples), "record": Record(torch.stack(samples)), "shared": torch.zeros(1, 3)}
+    return {
+        "x": torch.stack(samples),
+        "record": Record(torch.stack(samples)),
+        "shared": torch.zeros(1, 3),
+        "output": Output(torch.stack(samples)),
+    }
 
 
 class Layer(nn.Module):
@@ -92,7 +129,7 @@ class Model(pl.LightningModule):
         x = batch["x"] if self.changes_late and not is_later else self.way(batch)
         if self.is_late and is_later:
             # What speaks against taking turns.
-            self.number = float(x.mean())
+            self.number = float(x.detach().mean())
         loss: Tensor = self.net(x).square().mean() * (self.number if self.is_late and is_later else 1.0)
         self.losses.append(loss.item())
         return loss

@@ -93,7 +93,11 @@ class Interleaving:
         Raises:
             UnsupportedModelError: if they may not, and what was changed until that was seen cannot be taken back.
         """
-        batch = KeptBatch(parts if len(parts) > 1 else (), copies=self._changes_batch and self.is_earned)
+        batch = KeptBatch(
+            parts if len(parts) > 1 else (),
+            copies=self._changes_batch and self.is_earned,
+            watches=not (self._changes_batch or self.is_earned or self.hazard is not None),
+        )
         self._run(forward, sizes, batch)
         self._changes_batch = self._changes_batch or batch.has_changed()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_harmony.engine.structures.containers import have_same_content
+from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_content
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.engine.structures.strides import assign
@@ -79,6 +79,9 @@ class Remembered:
             self._undo.append(undo)
             for inner in _contents(value):
                 self.add(inner)
+            # Of tensors, and of dicts of classes of their own, whose entries may be attributes, too.
+            if isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, OF_THREADS):
+                self.add_attributes(value)
         elif _is_countable(value):
             self._seen.add(id(value))
             self.add_attributes(value)
@@ -115,16 +118,30 @@ def undo_of_tensor(value: Tensor) -> Callable[[], None]:
     # Inference tensors count no versions, and are written to in inference mode alone.
     version = None if value.is_inference() else value._version
     is_strided = value.layout is torch.strided and not value.is_nested
+    need_again = undo_of_flag(value)
 
     def undo() -> None:
+        need_again()
         # The statistics of a normalization change without a new version. Those are in strided tensors.
         if version is not None and value._version == version and (not is_strided or torch.equal(value, before)):
             return
-        with torch.inference_mode(version is None):
+        # To end the mode of inference lets gradients be needed.
+        with torch.inference_mode(version is None), torch.no_grad():
             if is_strided and value.size() != before.size():
                 value.resize_(before.size())
             # Not another tensor of its memory: a sparse one gets other memory.
             assign(value, before)
+
+    return undo
+
+
+def undo_of_flag(value: Tensor) -> Callable[[], None]:
+    """What makes a tensor need gradients if it does now, and none otherwise."""
+    needed = value.requires_grad
+
+    def undo() -> None:
+        if value.is_leaf and value.requires_grad != needed:
+            value.requires_grad_(needed)
 
     return undo
 
@@ -141,14 +158,12 @@ def undo_of_array(value: Any) -> Callable[[], None]:
 
 
 def _undo_of_content(value: Any) -> Callable[[], None]:
-    kind = next((kind for kind in (dict, set) if isinstance(value, kind)), list)
-    before = kind(value)
+    before = copied_content(value)
 
     def undo() -> None:
-        # Some refuse to be changed, such as a config that is frozen.
+        # Some classes refuse that, as that of what models of Hugging Face return: past their code.
         if not have_same_content(value, before):
-            value.clear()
-            (value.extend if kind is list else value.update)(before)
+            put_content(value, before)
 
     return undo
 
