@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -317,11 +318,47 @@ class OfTheModel(torch.utils.data.Dataset[Tensor]):
         return sample
 
 
+class InAPool(OfTheModel):
+    """Looks in another thread."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(super().__getitem__, index).result()
+
+
+class Logs(DummyLogger):
+    """Looks in another thread when it is given something."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module, self.seen = module, []
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            self.seen.append(("logged", pool.submit(values, self.module).result()))
+
+
 @BOTH_WAYS
-def test_data_that_hold_the_model_see_finished_weights(options: dict[str, Any], postponed: list[bool]) -> None:
+def test_loggers_that_hold_the_model_see_finished_weights(options: dict[str, Any], postponed: list[bool]) -> None:
     sights = []
     for strategy in ("auto", harmony(num_microbatches=1, device_memory=WHOLE)):
-        data = OfTheModel(Model())
+        module = Model()
+        logger = Logs(module)
+        trainer_for(strategy, log_every_n_steps=1, **options | {"logger": logger}).fit(module, loader())
+        sights.append(logger.seen)
+    for (_, expected), (_, found) in zip(*sights, strict=True):
+        assert_equal(expected, found)
+    assert not any(postponed)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("kind", [OfTheModel, InAPool])
+def test_data_that_hold_the_model_see_finished_weights(
+    kind: Any, options: dict[str, Any], postponed: list[bool]
+) -> None:
+    sights = []
+    for strategy in ("auto", harmony(num_microbatches=1, device_memory=WHOLE)):
+        data = kind(Model())
         trainer_for(strategy, **options).fit(data.holds["module"][0], DataLoader(data, batch_size=BATCH_SIZE))
         sights.append(data.seen)
     for (index, expected), (_, found) in zip(*sights, strict=True):
@@ -352,6 +389,36 @@ class HasViews(Looks):
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
         self.seen.append((str(trainer.global_step), {name: view.clone() for name, view in self.views.items()}))
+
+
+class HasTensorsOfArrays(HasViews):
+    """Has had tensors there that share no storage with them."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.views = {name: torch.from_numpy(value.detach().numpy()) for name, value in module.named_parameters()}
+
+
+class HasStorages(HasViews):
+    """Has had the memory of parameters itself."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.storages = {name: value.untyped_storage() for name, value in module.named_parameters()}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        found = {name: torch.tensor(list(storage)) for name, storage in self.storages.items()}
+        self.seen.append((str(trainer.global_step), found))
+
+
+class TakesStorages(HasStorages):
+    """Takes it in a hook."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.storages = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if not self.storages:
+            super().on_fit_start(trainer, module)
+        super().on_train_batch_end(trainer, module, *args)
 
 
 class HasArrays(HasViews):
@@ -406,9 +473,12 @@ class HasOptimizer(Looks):
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("kind", [Seldom, HasViews, HasArrays, TakesArrays, InAThread, HasOptimizer])
+@pytest.mark.parametrize(
+    "kind",
+    [Seldom, HasViews, HasTensorsOfArrays, HasStorages, TakesStorages, HasArrays, TakesArrays, InAThread, HasOptimizer],
+)
 def test_by_whatever_way_it_is_looked(kind: Any, options: dict[str, Any], postponed: list[bool]) -> None:
-    if kind in (HasArrays, TakesArrays) and root().type == "cuda":
+    if kind in (HasTensorsOfArrays, HasStorages, TakesStorages, HasArrays, TakesArrays) and root().type == "cuda":
         pytest.skip("plain Lightning has parameters elsewhere")
 
     def model() -> Model:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_harmony.updating.lookout import Lookout, is_out_of_sight
 
+# Made before anybody looks out, by the addresses of what they share memory with.
+IN_MEMORY: dict[int, Tensor] = {}
 LOOKS: dict[str, Callable[[nn.Linear, Tensor], Any]] = {
     "a sum": lambda layer, _: layer.weight.sum(),
     "data": lambda layer, _: layer.weight.data,
@@ -37,6 +40,9 @@ LOOKS: dict[str, Callable[[nn.Linear, Tensor], Any]] = {
     "writing": lambda _, view: view.zero_(),
     "an argument by name": lambda layer, _: torch.add(input=torch.ones(()), other=layer.bias),
     "a vector": lambda layer, _: nn.utils.parameters_to_vector(layer.parameters()),
+    "a gradient transform": lambda layer, _: torch.func.grad(lambda weight: weight.sum())(layer.weight),
+    "a map over it": lambda layer, _: torch.vmap(lambda row: row.sum())(layer.weight),
+    "a tensor of an array in its memory": lambda _, view: IN_MEMORY[view.data_ptr()].sum(),
     "averaging": lambda layer, _: torch.optim.swa_utils.AveragedModel(layer),
 }
 NAMES: dict[str, Callable[[nn.Linear, Tensor], Any]] = {
@@ -45,6 +51,9 @@ NAMES: dict[str, Callable[[nn.Linear, Tensor], Any]] = {
     "its shape": lambda layer, _: [parameter.shape for parameter in layer.parameters()],
     "names": lambda layer, _: dict(layer.named_parameters()),
     "another tensor": lambda *_: torch.ones(3).add(1).numpy().sum(),
+    "another gradient transform": lambda *_: torch.func.jacrev(torch.func.grad(torch.sum))(torch.ones(3)),
+    "another map": lambda *_: torch.vmap(torch.sum)(torch.ones(3, 3)),
+    "compiled code": lambda *_: torch.compile(lambda value: value + 1, backend="eager", fullgraph=True)(torch.ones(3)),
     "another layer": lambda *_: nn.Linear(3, 3)(torch.ones(3)).sum().backward(),
 }
 
@@ -55,9 +64,10 @@ def lookout() -> tuple[Lookout, list[None]]:
 
 
 @pytest.mark.parametrize("looks", LOOKS)
-def test_who_looks_ends_the_update(looks: str) -> None:
+def test_who_looks_ends_the_update(looks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, (watch, ended) = nn.Linear(3, 3), lookout()
     view = layer.weight.detach()[1:]
+    monkeypatch.setitem(IN_MEMORY, view.data_ptr(), torch.from_numpy(view.numpy()))
     watch.keep(layer.parameters())
     try:
         LOOKS[looks](layer, view)
@@ -148,13 +158,94 @@ def test_code_that_is_compiled_as_a_whole_runs() -> None:
     assert float(whole(torch.ones(3))) == 6
 
 
+@pytest.mark.parametrize("make", [Other, lambda: torch.device("cpu")], ids=["mode", "device"])
+def test_a_mode_may_be_left_while_it_is_kept(make: Callable[[], Any]) -> None:
+    layer, (watch, ended) = nn.Linear(3, 3), lookout()
+    mode = make()
+    mode.__enter__()
+    watch.keep(layer.parameters())
+    mode.__exit__(None, None, None)
+    layer.weight.sum()
+    watch.leave()
+    assert torch.overrides._get_current_function_mode_stack() == []
+    assert ended
+
+
+def test_a_default_device_may_be_set_and_unset_while_it_is_kept() -> None:
+    watch, _ = lookout()
+    torch.set_default_device("cpu")
+    try:
+        watch.keep([torch.ones(3)])
+        torch.set_default_device("meta")
+        assert torch.ones(3).is_meta
+    finally:
+        torch.set_default_device(None)
+    watch.leave()
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+class Looking(TorchFunctionMode):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.weight.sum()
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_looks_ends_the_update() -> None:
+    layer, (watch, ended) = nn.Linear(3, 3), lookout()
+    with Looking(layer.weight):
+        watch.keep(layer.parameters())
+        torch.ones(3)
+        watch.leave()
+    assert ended
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+def test_who_forks_a_process_ends_the_update() -> None:
+    layer, (watch, ended) = nn.Linear(3, 3), lookout()
+    watch.keep(layer.parameters())
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    watch.leave()
+    os.waitpid(process, 0)
+    assert ended
+    others, ended = lookout()
+    others.keep(layer.parameters())
+    others.leave()
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    os.waitpid(process, 0)
+    assert not ended
+
+
+def imports_elsewhere() -> Any:
+    from concurrent.futures import ThreadPoolExecutor as Pool
+
+    return Pool(1)
+
+
 @torch.compile(backend="eager")
 def compiled(value: Tensor) -> Tensor:
     return value + 1
 
 
 @pytest.mark.parametrize(
-    "value", [threading, threading.Thread, ThreadPoolExecutor, ThreadPoolExecutor(1), torch.multiprocessing, compiled]
+    "value",
+    [
+        threading,
+        threading.Thread,
+        ThreadPoolExecutor,
+        ThreadPoolExecutor(1),
+        torch.multiprocessing,
+        compiled,
+        imports_elsewhere,
+        torch.compile(nn.Linear(2, 2)),
+    ],
 )
 def test_code_that_runs_elsewhere_is_out_of_sight(value: Any) -> None:
     assert is_out_of_sight(value)

@@ -26,6 +26,7 @@ from lightning_harmony.updating.hooks import (
 )
 from lightning_harmony.updating.lookout import Lookout, is_out_of_sight
 from lightning_harmony.updating.reach import code_of, reaches
+from lightning_harmony.updating.spans import Spans, span_of
 
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony")
 # Whose code asks for optimizers where it needs them.
@@ -138,6 +139,9 @@ class UpdatePolicy:
         # What the user's code has set there, beside Lightning's own.
         owners += [each for each in vars(trainer).values() if type(each).__module__.partition(".")[0] not in _LIGHTNING]
         known = [optimizer, *owners]
+        if self.lookout.gives_memory:
+            self.look_again()
+            self.lookout.gives_memory = False
         if len(known) == len(self._holders) and all(map(is_, known, self._holders)):
             return
         self._holders = known
@@ -152,21 +156,29 @@ class UpdatePolicy:
             return id(each) in wanted
 
         self._holds_state = reaches([owners, code], has_state, apart_from=apart_from, if_too_many=True)
-        spans = [_span_of(part) for parameter in module.parameters() for part in storages_of(parameter)]
+        spans = Spans(span_of(part) for parameter in module.parameters() for part in storages_of(parameter))
         held = [each for part in module.modules() for name, each in vars(part).items() if name not in OF_TORCH]
         self._out_of_sight = None
         if reaches([owners, code], has_state, apart_from=apart_from):
             self._out_of_sight = "something that runs between batches holds the optimizer"
-        elif reaches([owners, code, held], lambda each: _is_array_in(each, spans), apart_from=apart_from):
+        elif reaches([owners, code, held], lambda each: _has_memory_in(each, spans), apart_from=apart_from):
             self._out_of_sight = "an array has the memory of parameters"
         elif (owner := self._owner_out_of_sight()) is not None:
             self._out_of_sight = f"{type(owner).__name__} may run code in other threads or processes, or compiled code"
 
     def _owner_out_of_sight(self) -> Any:
-        """A callback, or the data or the module, whose code runs where no lookout sees it; None if none does."""
-        for owner in [self.trainer.lightning_module, self.trainer.datamodule, *self.trainer.callbacks]:
-            has = [] if type(owner).__module__.startswith(_LIGHTNING) else list(getattr(owner, "__dict__", {}).values())
-            if any(map(is_out_of_sight, [*code_of(owner, apart_from=_OURS), *has])):
+        """One of those whose code runs between steps, and may do so where no lookout sees it; None if there is none."""
+        trainer, module = self.trainer, self.trainer.lightning_module
+        wanted = set(map(id, module.modules()))
+        # Loggers and data need no model.
+        others = [each for each in [*trainer.loggers, *_parts_of(trainer.train_dataloader)] if _is_users(each)]
+        others = [each for each in others if reaches(each, lambda found: id(found) in wanted, apart_from=[trainer])]
+        for owner in [module, trainer.datamodule, *trainer.callbacks, *others]:
+            has = list(getattr(owner, "__dict__", {}).values()) if _is_users(owner) else []
+            # And what it has of classes that are written with its own.
+            helpers = [each for each in has if type(each).__module__ == type(owner).__module__]
+            code = [each for part in (owner, *helpers) for each in code_of(part, apart_from=_OURS)]
+            if any(map(is_out_of_sight, [*code, *has])):
                 return owner
         return None
 
@@ -229,15 +241,22 @@ class UpdatePolicy:
         return self.trainer.optimizers
 
 
-def _span_of(tensor: Tensor) -> tuple[int, int]:
-    """Where the memory of a strided tensor begins and ends."""
-    start = tensor.untyped_storage().data_ptr()
-    return start, start + tensor.untyped_storage().nbytes()
+def _is_users(owner: Any) -> bool:
+    return not type(owner).__module__.startswith(_LIGHTNING)
 
 
-def _is_array_in(value: Any, spans: Sequence[tuple[int, int]]) -> bool:
-    """Whether a value is an array of NumPy's whose elements are in some memory."""
+def _parts_of(loader: Any) -> list[Any]:
+    """What of a loader may be of the user's own: its data, samplers and functions, and itself."""
+    return [loader, *(getattr(loader, "__dict__", None) or {}).values()]
+
+
+def _has_memory_in(value: Any, spans: Spans) -> bool:
+    """Whether a value is an array of NumPy's, a view of one or a storage whose elements are in some memory."""
+    if issubclass(type(value), torch.UntypedStorage | torch.TypedStorage) and value.device.type == "cpu":
+        start = value.data_ptr()
+        return spans.meet([(start, start + value.nbytes())])
+    value = value.obj if issubclass(type(value), memoryview) else value
     if not is_ndarray(value):
         return False
     address = value.__array_interface__["data"][0]
-    return any(start <= address < end for start, end in spans)
+    return spans.meet([(address, address + 1)])
