@@ -351,6 +351,32 @@ def test_loggers_that_hold_the_model_see_finished_weights(options: dict[str, Any
     assert not any(postponed)
 
 
+class Apart(Model):
+    """Trains a parameter that is none of the module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = {"last": nn.Parameter(torch.ones(1))}
+
+    def forward(self, batch: Tensor) -> Tensor:
+        logits: Tensor = super().forward(batch) * self.factors["last"]
+        return logits
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([*self.parameters(), *self.factors.values()], lr=0.01)
+
+
+@BOTH_WAYS
+def test_a_parameter_that_is_not_the_modules_is_updated_in_time(options: dict[str, Any], postponed: list[bool]) -> None:
+    runs = []
+    for strategy in ("auto", harmony(num_microbatches=1, device_memory=WHOLE)):
+        runs.append(trainer_for(strategy, **options))
+        runs[-1].fit(Apart(), loader())
+    assert_same(*runs)
+    assert_equal(*(run.lightning_module.factors for run in runs))
+    assert not any(postponed)
+
+
 @BOTH_WAYS
 @pytest.mark.parametrize("kind", [OfTheModel, InAPool])
 def test_data_that_hold_the_model_see_finished_weights(

@@ -102,8 +102,16 @@ class UpdatePolicy:
     def why_never_later(self) -> str | None:
         """What may look at parameters or optimizer state between any two batches, or in a step; None if nothing does."""
         reason = self.why_on_host(self._optimizers[0]) or has_optimizer_after_step(self.tree, self.trainer)
-        reason = reason or self.step_reader or self._why_default_dtype()
+        reason = reason or self._why_unregistered() or self.step_reader or self._why_default_dtype()
         return reason or self._why_out_of_sight() or self.lookout.why_at_once()
+
+    def _why_unregistered(self) -> str | None:
+        """What no forward would wait for: parameters that are not the module's."""
+        known = set(map(id, self.trainer.lightning_module.parameters()))
+        given = (parameter for group in self._optimizers[0].param_groups for parameter in group["params"])
+        if all(id(parameter) in known for parameter in given):
+            return None
+        return "the optimizer has parameters that the module does not have"
 
     def _why_out_of_sight(self) -> str | None:
         """What may look at parameters or optimizer state where the lookout does not see it; None if nothing does."""
