@@ -109,7 +109,7 @@ class Lookout(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, behind the update if it may see what that changes."""
         kwargs = kwargs or {}
-        # What is compiled has the lookout traced with it, and does not come here again: whether somebody has any is asked before.
+        # What is compiled has the lookout traced with it, and does not come here again: who has any is asked before.
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         # Processes that are forked have the lookout, too, but no updates.
