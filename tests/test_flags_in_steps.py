@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from support.changing_nets import SAMPLES, Layers
 from support.same_training import Net, assert_same_training, train_harmony
 from support.sampling import combined
-
-SIZE = 16
-SAMPLES = torch.randn(24, SIZE, generator=torch.Generator().manual_seed(1))
-
-
-class Layers(nn.Module):
-    """Frozen up to some layer."""
-
-    def __init__(self, run: Callable[[Layers, Tensor], Tensor], num_frozen: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()) for _ in range(5))
-        self.out = nn.Linear(SIZE, 1)
-        self.layers[:num_frozen].requires_grad_(False)
-        self.run, self.num_calls = run, 0
-
-    def scores(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        scores: Tensor = self.out(x)
-        return scores
-
-    def forward(self, batch: Any) -> Tensor:
-        return self.run(self, batch if isinstance(batch, Tensor) else batch[0])
 
 
 def reference_without_gradients(net: Layers, x: Tensor) -> Tensor:
@@ -65,7 +42,6 @@ def frozen_behind_its_use(net: Layers, x: Tensor) -> Tensor:
 
 
 def frozen_for_good(net: Layers, x: Tensor) -> Tensor:
-    net.num_calls += 1
     if net.num_calls > 6:
         net.layers[3].requires_grad_(False)
     return net.scores(x).square().mean()

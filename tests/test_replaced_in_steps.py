@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,37 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
+from support.changing_nets import SAMPLES, Layers
 from support.same_training import Net, assert_same_training, train_harmony
 
-SIZE = 16
-SAMPLES = torch.randn(24, SIZE, generator=torch.Generator().manual_seed(1))
 # Its first step is watched.
 LATE = 6
-
-
-def block() -> nn.Module:
-    return nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh())
-
-
-class Layers(nn.Module):
-    """Calls a way of its own to change itself."""
-
-    def __init__(self, run: Callable[[Layers, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(block() for _ in range(5))
-        self.other = block()
-        self.out = nn.Linear(SIZE, 1)
-        self.run, self.num_calls = run, 0
-
-    def scores(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        scores: Tensor = self.out(x)
-        return scores
-
-    def forward(self, batch: Any) -> Tensor:
-        self.num_calls += 1
-        return self.run(self, batch if isinstance(batch, Tensor) else batch[0])
 
 
 def another_layer(net: Layers, x: Tensor) -> Tensor:

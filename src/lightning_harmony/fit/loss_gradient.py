@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -17,7 +16,7 @@ class LossGradient:
     Args:
         tree: of Lightning.
         trainer: Lightning's.
-        policy: knows the scaler.
+        policy: knows the scaler, and what optimizers have.
     """
 
     def __init__(self, tree: LightningTree, trainer: Any, policy: UpdatePolicy) -> None:
@@ -34,26 +33,17 @@ class LossGradient:
         adds = self._trainer.accumulate_grad_batches > 1 and any(
             p.grad is not None for p in self._trainer.lightning_module.parameters()
         )
-        return None if adds or self.is_backward_own() or self._trains_others() else self.scale()
+        return None if adds or self.is_backward_own() or self._policy.trains_others() else self.scale()
 
     def scale(self) -> float:
         """What Lightning's scaler multiplies losses by; 1 where there is none."""
         scaler = self._policy.scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
 
-    def _trains_others(self) -> bool:
-        """Whether an optimizer has parameters that the module has not, such as latents of samples."""
-        own = frozenset(self._trainer.lightning_module.parameters())
-        return any(parameter not in own for parameter in self._optimized())
-
     def is_optimized(self, parameter: nn.Parameter) -> bool:
         """Whether an optimizer has a parameter."""
-        return any(each is parameter for each in self._optimized())
-
-    def _optimized(self) -> Iterator[nn.Parameter]:
-        """The parameters that optimizers have."""
         groups = (group for optimizer in self._trainer.optimizers for group in optimizer.param_groups)
-        return (parameter for group in groups for parameter in group["params"])
+        return any(each is parameter for group in groups for each in group["params"])
 
     def is_backward_own(self) -> bool:
         """Whether the user's own code calls the backward."""

@@ -39,6 +39,7 @@ from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.refusals import refuse_several_losses
 from lightning_harmony.setup.settings import Settings
 from lightning_harmony.updating.deferred_update import DeferredUpdate
+from lightning_harmony.updating.hooks import end_of_batches
 from lightning_harmony.updating.host_budget import HostBudget
 
 
@@ -294,14 +295,14 @@ class Training:
             if not self.engine.has_succeeded:
                 update, reason = "deferred", "the first step measures, and changes nothing until it has succeeded"
             # Plans are made for steps that another one follows.
-            self.engine.updater.speeds.outlast = policy.why_never_later() is None
+            outlast = self.engine.updater.speeds.outlast = policy.why_never_later() is None
             limit = self.trainer.gradient_clip_val
             self.engine.backward(
                 gradient,
                 self.trainer.optimizers[0],
                 requested=requested,
                 clip=by_value(limit) if limit else None,
-                may_outlast=policy.why_at_once() is None,
+                may_outlast=outlast and end_of_batches(self.trainer) is None,
                 state_may_stay=policy.hides_state(),
             )
         else:

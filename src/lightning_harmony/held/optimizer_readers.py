@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, islice
+from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.engine.structures.spans import Spans
 from lightning_harmony.held.files import content_of
 from lightning_harmony.held.held_state import FUNCTIONS, Held, Kind, in_one, is_plain
 from lightning_harmony.held.places import Places
@@ -122,16 +122,15 @@ class OptimizerReaders:
                 yield "a dict"
             values = dict.values(data) if isinstance(data, dict) else data
             candidates += [(f"a {type(data).__name__}", value) for value in islice(values, _MOST_ELEMENTS)]
-        memory = sorted((*span, path) for path, value in candidates if (span := _span_of(value)) is not None)
+        memory = sorted((span, path) for path, value in candidates if (span := _span_of(value)) is not None)
         if not memory:
             return
-        starts, ends = [start for start, _, _ in memory], list(accumulate((end for _, end, _ in memory), max))
+        spans = Spans(span for span, _ in memory)
         for state in states:
             for value in list(state.values()) if isinstance(state, dict) else ():
                 span = _span_of(value)
-                number = 0 if span is None else bisect_left(starts, span[1])
-                if span is not None and number and ends[number - 1] > span[0]:
-                    yield next(path for _, end, path in memory[:number] if end > span[0])
+                if span is not None and spans.meet([span]):
+                    yield next(path for (start, end), path in memory if start < span[1] and end > span[0])
 
 
 def scheduler_reader(schedulers: Iterable[Any], optimizers: Sequence[Optimizer]) -> str | None:

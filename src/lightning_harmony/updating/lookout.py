@@ -21,8 +21,8 @@ from torch.utils._device import DeviceContext
 from lightning_harmony.engine.glue.glue import ANSWERED
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.parts import storages_of
+from lightning_harmony.engine.structures.spans import Span, Spans, span_of
 from lightning_harmony.updating.reach import names_in
-from lightning_harmony.updating.spans import Span, Spans, span_of
 
 # What tells nothing that an update changes.
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__

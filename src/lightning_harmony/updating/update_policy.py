@@ -14,6 +14,7 @@ from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.parts import storages_of
+from lightning_harmony.engine.structures.spans import Spans, span_of
 from lightning_harmony.engine.updates.separable_optimizers import reads_default_dtype, why_not_separable
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
@@ -26,7 +27,6 @@ from lightning_harmony.updating.hooks import (
 )
 from lightning_harmony.updating.lookout import Lookout, is_out_of_sight
 from lightning_harmony.updating.reach import code_of, reaches
-from lightning_harmony.updating.spans import Spans, span_of
 
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony")
 # Whose code asks for optimizers where it needs them.
@@ -102,16 +102,17 @@ class UpdatePolicy:
     def why_never_later(self) -> str | None:
         """What may look at parameters or optimizer state between any two batches, or in a step; None if nothing does."""
         reason = self.why_on_host(self._optimizers[0]) or has_optimizer_after_step(self.tree, self.trainer)
-        reason = reason or self._why_unregistered() or self.step_reader or self._why_default_dtype()
+        if reason is None and self.trains_others():
+            # No forward would wait for them.
+            reason = "the optimizer has parameters that the module does not have"
+        reason = reason or self.step_reader or self._why_default_dtype()
         return reason or self._why_out_of_sight() or self.lookout.why_at_once()
 
-    def _why_unregistered(self) -> str | None:
-        """What no forward would wait for: parameters that are not the module's."""
-        known = set(map(id, self.trainer.lightning_module.parameters()))
-        given = (parameter for group in self._optimizers[0].param_groups for parameter in group["params"])
-        if all(id(parameter) in known for parameter in given):
-            return None
-        return "the optimizer has parameters that the module does not have"
+    def trains_others(self) -> bool:
+        """Whether an optimizer has parameters that the module has not, such as latents of samples."""
+        own = frozenset(self.trainer.lightning_module.parameters())
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return any(parameter not in own for group in groups for parameter in group["params"])
 
     def _why_out_of_sight(self) -> str | None:
         """What may look at parameters or optimizer state where the lookout does not see it; None if nothing does."""
