@@ -359,8 +359,8 @@ class Apart(Model):
         self.factors = {"last": nn.Parameter(torch.ones(1))}
 
     def forward(self, batch: Tensor) -> Tensor:
-        logits: Tensor = super().forward(batch) * self.factors["last"]
-        return logits
+        logits: Tensor = super().forward(batch)
+        return logits * self.factors["last"].to(logits.device)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([*self.parameters(), *self.factors.values()], lr=0.01)

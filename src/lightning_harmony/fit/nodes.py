@@ -32,7 +32,7 @@ def average_behind(loss: Tensor, parameters: Sequence[nn.Parameter], device: tor
     def average() -> None:
         has_new = [p for p in parameters if p.grad is not None and not _is_as(p.grad, before.get(p))]
         try:
-            average_gradients(_of_any_node(parameters, has_new), device)
+            average_gradients(_of_any_node(parameters, has_new, device), device)
         except RuntimeError as error:
             raise RuntimeError(
                 f"gradients could not be averaged over nodes: where one has failed, its own output says why ({error})"
@@ -50,11 +50,15 @@ def _is_as(gradient: Tensor, before: tuple[Tensor, int] | None) -> bool:
     return before is not None and gradient is before[0] and gradient._version == before[1]
 
 
-def _of_any_node(parameters: Sequence[nn.Parameter], having: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def _of_any_node(
+    parameters: Sequence[nn.Parameter], having: Iterable[nn.Parameter], device: torch.device
+) -> list[nn.Parameter]:
     """The parameters that have gradients on some node. Where one has none, those of the others count as if it had zeros."""
     found = set(having)
-    # On the host, where a node that has failed is missed at once, and no GPU is waited for.
-    flags = torch.tensor([parameter in found for parameter in parameters], dtype=torch.uint8, device="cpu")
+    # On the host, where a node that has failed is missed at once, and no GPU is waited for: unless processes have met before,
+    # as for a fit with DDP, over GPUs alone.
+    by_hosts = "cpu" in distributed.get_backend_config()
+    flags = torch.tensor([p in found for p in parameters], dtype=torch.uint8, device="cpu" if by_hosts else device)
     distributed.all_reduce(flags, distributed.ReduceOp.MAX)
     chosen = [parameter for parameter, flag in zip(parameters, flags.tolist(), strict=True) if flag]
     for parameter in chosen:
