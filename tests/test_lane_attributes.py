@@ -422,6 +422,43 @@ def test_what_is_changed_for_the_first_time_after_the_first_step_is_told_apart_i
     assert_same_training(Net(Late()), samples(), num_microbatches=2, batch_size=4)
 
 
+class Helper(nn.Module):
+    """Not called by anybody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.mode = 1.0, "as it is"
+
+
+class SometimesSetsElsewhere(Blocks):
+    """In a later step a microbatch sets something for a while, where none waits in a call: on a module that others read."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__()
+        self.helper = Helper()
+        self.name, self.value = name, value
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        before, x0 = getattr(self.helper, self.name), x[0, 0]
+        if x0 > 10:
+            setattr(self.helper, self.name, self.value)
+        for block in self.blocks:
+            x = block(x) * (self.helper.factor if self.helper.mode == "as it is" else 3.0)
+        if x0 > 10:
+            setattr(self.helper, self.name, before)
+        return F.mse_loss(x, y)
+
+
+@pytest.mark.parametrize(("name", "value"), [("factor", 2.0), ("mode", "thrice")])
+def test_what_a_microbatch_of_a_later_step_sets_elsewhere_for_a_while_others_do_not_find(name: str, value: Any) -> None:
+    """It was back at the end of the step, and the modules that waited for layers were all that was looked at meanwhile."""
+    torch.manual_seed(0)
+    data = samples()
+    data[6][0][0] = 11
+    assert_same_training(Net(SometimesSetsElsewhere(name, value)), data, num_microbatches=4, batch_size=4)
+
+
 class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -107,3 +107,60 @@ def test_the_check_of_the_loss_leaves_no_count_in_objects_arrays_and_metrics_tha
     assert model.meter.num_steps == 12
     assert model.meter.total.tolist() == [12.0, 12.0]
     assert model.held["metric"]._update_count == 12
+
+
+class Notes:
+    """An object of the user's own in a batch, one for all of its samples."""
+
+    factor = 1.0
+
+
+class Slotted:
+    """The same, with no dict of attributes."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+class KeepsInNotes(pl.LightningModule):
+    """Sets, in an object of its batch, what it reads behind its layers."""
+
+    def __init__(self, kind: type[Any], first_step: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.kind, self.first_step = kind, first_step
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        x, notes = batch["x"], batch["notes"]
+        if self.global_step >= self.first_step:
+            notes.factor = 1 + float(x[0, 0])
+        for layer in self.layers:
+            x = layer(x) * notes.factor
+        notes.factor = 1.0
+        return x.square().mean()
+
+    def collate(self, samples: list[Tensor]) -> dict[str, Any]:
+        return {"x": torch.stack(samples), "notes": self.kind()}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("first_step", [0, 2])
+@pytest.mark.parametrize("kind", [Notes, Slotted])
+def test_what_a_microbatch_keeps_in_an_object_of_its_batch_others_do_not_find(kind: type[Any], first_step: int) -> None:
+    """They read what the last one to have its turn had set."""
+    data = list(torch.randn(24, 16, generator=torch.Generator().manual_seed(2)))
+    weights = []
+    for strategy, batch_size, options in (
+        ("auto", 2, {"accumulate_grad_batches": 4}),
+        (HarmonyStrategy(num_microbatches=4, profile_cache=False, device_memory="16KiB"), 8, {}),
+    ):
+        model = KeepsInNotes(kind, first_step)
+        loader = DataLoader(data, batch_size=batch_size, collate_fn=model.collate)
+        trainer_for(strategy, 3, [], **options).fit(model, loader)
+        weights.append([parameter.detach().cpu() for parameter in model.parameters()])
+    assert all(map(torch.equal, *weights))

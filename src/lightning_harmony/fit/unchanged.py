@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.batches.split import shared_tensors
+from lightning_harmony.engine.batches.split import shared_by
 from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.errors import UnsupportedModelError
@@ -77,8 +77,8 @@ class UnchangedBatch:
     """
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        shared = shared_tensors(parts[0], parts[1]) if len(parts) > 1 else []
-        self._versions = [(tensor, version_of(tensor)) for tensor in shared]
+        shared = shared_by(parts[0], parts[1]) if len(parts) > 1 else []
+        self._versions = [(each, version_of(each)) for each in shared if isinstance(each, Tensor)]
 
     def check(self) -> None:
         """The steps have run.

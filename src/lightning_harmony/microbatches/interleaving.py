@@ -10,16 +10,18 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.batches.split import shared_by
 from lightning_harmony.engine.devices.recording import RecordingChangedError
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.step import Listeners
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
-from lightning_harmony.held.held_state import Held, Kind
+from lightning_harmony.held.held_state import Held, Kind, is_plain
 from lightning_harmony.held.places import Places
 from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.kept_batch import KeptBatch
@@ -65,7 +67,8 @@ class Interleaving:
         self._tree, self._trainer, self._engine = tree, trainer, engine
         self._model: nn.Module = trainer.lightning_module
         self._known = KnownChanges()
-        self.places = Places(self._model, (("the profiler", trainer.profiler),))
+        self._batch = SimpleNamespace(shared=[])
+        self.places = Places(self._model, (("the profiler", trainer.profiler), ("the batch", self._batch)))
         self._attributes = LaneAttributes(self.places, self._known)
         self._ends = MicrobatchEnds(self.places)
         of_layers = list(engine.modules_of_layers())
@@ -93,6 +96,9 @@ class Interleaving:
         Raises:
             UnsupportedModelError: if they may not, and what was changed until that was seen cannot be taken back.
         """
+        shared = shared_by(parts[0], parts[1]) if len(parts) > 1 else []
+        # Objects of the user's own may be in it, in which a step keeps something.
+        self._batch.shared = [each for each in shared if not is_plain(type(each)) and not isinstance(each, Tensor)]
         batch = KeptBatch(
             parts if len(parts) > 1 else (),
             copies=self._changes_batch and self.is_earned,

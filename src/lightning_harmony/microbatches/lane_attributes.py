@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from types import FrameType
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import OutOfReach
@@ -22,7 +19,6 @@ from lightning_harmony.held.held_state import ALL, Held, Kind
 from lightning_harmony.held.places import Contents, Places, Together
 from lightning_harmony.held.variables import MISSING, VariableOfClosure, put_value
 
-_PASSED_BY = frozenset((__name__.partition(".")[0], "torch", "threading", "lightning", "pytorch_lightning"))
 NUMBERS = (int, float)
 
 
@@ -246,25 +242,6 @@ def in_words(held: Held, name: Any) -> str:
     return f"{name!r} in {held.name!r}"
 
 
-class _Within:
-    """The places in a module or an object, which are looked at again and again in a step.
-
-    Args:
-        places: each with what was in it when the step began.
-    """
-
-    def __init__(self, places: Iterable[tuple[Held, Any]] = ()) -> None:
-        self.places = list(places)
-        self._together: Together | None = None
-
-    def changed(self) -> list[tuple[Held, Any]]:
-        """Those that have changed since they were looked at last; at first, since the step began."""
-        if self._together is None:
-            self._together = Together([held for held, _ in self.places])
-            return [(held, base) for held, base in self.places if not held.is_as(base)]
-        return [self.places[number] for number in self._together.look()]
-
-
 class LaneAttributes:
     """Lets microbatches that take turns change the same modules, as if each ran alone after the one before.
 
@@ -275,9 +252,7 @@ class LaneAttributes:
     begun. A number that counts is what it would be if all microbatches before had ended. In the end all is what the last
     microbatch left; lists to which all have only added hold what each added.
 
-    To look at all modules in every turn would take its time: looked at is what is known to change, and the first arguments of
-    the functions that wait for a layer, such as the module whose forward calls it; and hooks where some were registered.
-    `late` tells what else has changed.
+    What else has changed when a turn ends, the next ones find: `late` tells that.
 
     Args:
         places: all that steps may change.
@@ -291,9 +266,8 @@ class LaneAttributes:
         # By the identity of what is in a place. Most never change, and have none.
         self._spaces: dict[int, _Space] = {}
         self._watched: list[_Space] = []
-        # By the attributes of a module, or of an object: the places in it, with what was in them.
-        self._places_in: dict[int, _Within] = {}
-        self._hooks, self._num_hooks = _Within(), 0
+        # By the attributes of modules and objects.
+        self._names: dict[int, str] = {}
         self._current: int | None = None
         self._ran: set[int] = set()
         self._seen_late: list[str] = []
@@ -301,17 +275,9 @@ class LaneAttributes:
     def begin(self) -> Contents:
         """A step begins; one that did not come to its end is over. Returns what it finds."""
         self.finish()
-        self._begun, self._places_in = self._places.look(), {}
-        self._hooks = _Within(each for each in self._begun if each[0].kind is Kind.HOOKS)
-        self._num_hooks = RemovableHandle.next_id
-        of_module = _Within()
-        for held, base in self._begun:
-            if held.kind is Kind.MODULE:
-                of_module = _Within()
-            of_module.places.append((held, base))
-            self._places_in[id(held.content)] = of_module if held.kind is Kind.MODULE else _Within([(held, base)])
-            if held.name in self._known.places:
-                self._watched.append(self._space(held, base))
+        self._begun = self._places.look()
+        self._names = {id(held.content): held.name for held in self._begun.places}
+        self._watched = [self._space(held, base) for held, base in self._begun if held.name in self._known.places]
         return self._begun
 
     def _space(self, held: Held, base: Any) -> _Space:
@@ -325,7 +291,7 @@ class LaneAttributes:
         if microbatch == self._current:
             return
         if self._current is not None and not self._seen_late:
-            self._look_at(waiting_for(sys._getframe(1)))
+            self._look()
         for space in self._watched:
             if self._current is not None:
                 space.leave(self._current)
@@ -333,26 +299,17 @@ class LaneAttributes:
         self._current = microbatch
         self._ran.add(microbatch)
 
-    def _look_at(self, objects: Iterable[Any]) -> None:
-        """Note what is changed in some objects, which may be put back before the step ends."""
-        # Several functions of one module may wait.
-        keys = {id(getattr(each, "__dict__", None)) for each in objects}
-        looked_at = [self._places_in[key] for key in keys if key in self._places_in]
-        # Each that is registered is counted, on whichever module.
-        if RemovableHandle.next_id != self._num_hooks:
-            self._num_hooks = RemovableHandle.next_id
-            looked_at.append(self._hooks)
-        for within in looked_at:
-            for held, base in within.changed():
-                space = self._space(held, base)
-                self._seen_late += _named(space, space.foreign(is_watched=space.name in self._known.places))
+    def _look(self) -> None:
+        """Note what is changed now and no microbatch is known to have of its own: it may be put back before the step ends."""
+        for held, base, _ in self._begun.changed():
+            space = self._space(held, base)
+            self._seen_late += _named(space, space.foreign(is_watched=space.name in self._known.places))
 
     def set_by_layer(self, attributes: dict[str, Any], names: set[str]) -> None:
         """The own code of a layer has set these of a module's attributes: one microbatch after the other comes there."""
-        within = self._places_in.get(id(attributes))
-        for held, _ in () if within is None else within.places:
-            if held.content is attributes:
-                self._of_layers[held.name] |= names
+        name = self._names.get(id(attributes))
+        if name is not None:
+            self._of_layers[name] |= names
 
     def late(self) -> list[str]:
         """What microbatches that took turns have changed for the first time, where others may have found it."""
@@ -384,8 +341,7 @@ class LaneAttributes:
         self._forget()
 
     def _forget(self) -> None:
-        self._begun, self._spaces, self._watched, self._places_in = Contents(Together(())), {}, [], {}
-        self._hooks = _Within()
+        self._begun, self._spaces, self._watched, self._names = Contents(Together(())), {}, [], {}
         self._current, self._ran, self._seen_late = None, set(), []
 
 
@@ -393,20 +349,3 @@ def _named(space: _Space, names: Iterable[Any]) -> list[str]:
     """What has changed in a place, in words."""
     place = space.name
     return [place if name is None else f"{place}.{name}" if place else str(name) for name in names]
-
-
-def waiting_for(frame: FrameType | None) -> Iterator[Any]:
-    """The first arguments of the functions that wait for a frame, but for those of torch and of this package."""
-    while frame is not None:
-        code = frame.f_code
-        is_passed_by = _passed_by.get(code.co_filename)
-        if is_passed_by is None:
-            is_passed_by = str(frame.f_globals.get("__name__")).partition(".")[0] in _PASSED_BY
-            _passed_by[code.co_filename] = is_passed_by
-        if code.co_argcount and not is_passed_by:
-            yield frame.f_locals.get(code.co_varnames[0])
-        frame = frame.f_back
-
-
-# By files: code objects are hashed by all that is in them.
-_passed_by: dict[str, bool] = {}

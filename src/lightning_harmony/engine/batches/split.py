@@ -148,15 +148,12 @@ def split_batch(batch: Any, batch_size: int, sizes: Sequence[int], *, is_stacked
     return [tuple(part.values()) for part in parts] if type(batch) is tuple else parts
 
 
-def shared_tensors(one: Any, other: Any) -> list[Tensor]:
-    """List the tensors that two microbatches share."""
-    if isinstance(one, Tensor):
-        return [one] if one is other else []
-    node, others = open_node(one), open_node(other)
+def shared_by(one: Any, other: Any) -> list[Any]:
+    """List the tensors and other objects that two microbatches share."""
+    node, others = (None, None) if isinstance(one, Tensor) else (open_node(one), open_node(other))
     if node is None or others is None:
-        return []
-    pairs = zip(node.children, others.children, strict=False)
-    return [tensor for pair in pairs for tensor in shared_tensors(*pair)]
+        return [one] if one is other else []
+    return [each for pair in zip(node.children, others.children, strict=False) for each in shared_by(*pair)]
 
 
 def _equal_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
