@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextvars
+import warnings
 from collections import deque
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -422,41 +425,90 @@ def test_what_is_changed_for_the_first_time_after_the_first_step_is_told_apart_i
     assert_same_training(Net(Late()), samples(), num_microbatches=2, batch_size=4)
 
 
-class Helper(nn.Module):
-    """Not called by anybody."""
+class Keeper(pl.Callback):
+    """Has what a module's code finds by way of its trainer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor, self.mode = 1.0, "as it is"
+    factor = 1.0
 
 
-class SometimesSetsElsewhere(Blocks):
-    """In a later step a microbatch sets something for a while, where none waits in a call: on a module that others read."""
+class Elsewhere(Net):
+    """In a later step a microbatch sets something for a while, where none waits in a call, and others read it.
 
-    def __init__(self, name: str, value: Any) -> None:
-        super().__init__()
-        self.helper = Helper()
-        self.name, self.value = name, value
+    Args:
+        change: sets it, given the module, and returns what takes that back.
+        read: what the code between layers finds there.
+    """
 
-    def forward(self, batch: Any) -> Tensor:
+    def __init__(self, change: Any, read: Any) -> None:
+        super().__init__(Blocks())
+        self.change, self.read = change, read
+        self.helper, self.array = nn.Identity(), np.ones(1)
+        self.helper.factor, self.helper.mode = 1.0, "as it is"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        before, x0 = getattr(self.helper, self.name), x[0, 0]
-        if x0 > 10:
-            setattr(self.helper, self.name, self.value)
-        for block in self.blocks:
-            x = block(x) * (self.helper.factor if self.helper.mode == "as it is" else 3.0)
-        if x0 > 10:
-            setattr(self.helper, self.name, before)
-        return F.mse_loss(x, y)
+        undo = self.change(self) if x[0, 0] > 10 else None
+        for block in self.net.blocks:
+            x = block(x) * self.read(self)
+        if undo is not None:
+            undo()
+        loss = F.mse_loss(x, y)
+        self.losses.append(loss.detach().clone())
+        return loss
 
 
-@pytest.mark.parametrize(("name", "value"), [("factor", 2.0), ("mode", "thrice")])
-def test_what_a_microbatch_of_a_later_step_sets_elsewhere_for_a_while_others_do_not_find(name: str, value: Any) -> None:
+def sets(of: Any, name: str, value: Any) -> Any:
+    """Sets an attribute of something that a module leads to."""
+
+    def change(module: Any) -> Any:
+        owner = of(module)
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        return lambda: setattr(owner, name, before)
+
+    return change
+
+
+def helper(module: Any) -> Any:
+    return module.helper
+
+
+def callback(module: Any) -> Any:
+    return next(each for each in module.trainer.callbacks if isinstance(each, Keeper))
+
+
+def trainer(module: Any) -> Any:
+    return module.trainer
+
+
+def doubles_an_array(module: Any) -> Any:
+    module.array *= 2
+    return lambda: module.array.__itruediv__(2)
+
+
+def filters_in_place(module: Any) -> Any:
+    warnings.filters.insert(0, ("once", None, ResourceWarning, None, 1234))
+    return lambda: warnings.filters.pop(0)
+
+
+SET_ELSEWHERE = {
+    "number": (sets(helper, "factor", 2.0), lambda m: m.helper.factor),
+    "name": (sets(helper, "mode", "thrice"), lambda m: 3.0 if m.helper.mode == "thrice" else 1.0),
+    "callback": (sets(callback, "factor", 2.0), lambda m: callback(m).factor),
+    "trainer": (sets(trainer, "limit_test_batches", 3.0), lambda m: m.trainer.limit_test_batches),
+    "array": (doubles_an_array, lambda m: float(m.array[0])),
+    "filters": (filters_in_place, lambda m: 2.0 if warnings.filters[0][-1] == 1234 else 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", SET_ELSEWHERE)
+def test_what_a_microbatch_of_a_later_step_sets_elsewhere_for_a_while_others_do_not_find(kind: str) -> None:
     """It was back at the end of the step, and the modules that waited for layers were all that was looked at meanwhile."""
     torch.manual_seed(0)
     data = samples()
     data[6][0][0] = 11
-    assert_same_training(Net(SometimesSetsElsewhere(name, value)), data, num_microbatches=4, batch_size=4)
+    module = Elsewhere(*SET_ELSEWHERE[kind])
+    assert_same_training(module, data, num_microbatches=4, batch_size=4, make_callbacks=lambda: [Keeper()])
 
 
 class Module(nn.Module):

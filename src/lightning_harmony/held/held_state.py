@@ -174,6 +174,11 @@ class Held:
         self._copy()
 
     @property
+    def in_words(self) -> str:
+        """Its name, in a message. The model itself has none."""
+        return repr(self.name) if self.name else "the module"
+
+    @property
     def is_named(self) -> bool:
         """Whether what is in it has names, as in a dict."""
         return isinstance(self.content, dict | Variables)

@@ -22,7 +22,7 @@ from lightning_harmony.engine.structures.containers import (
 )
 from lightning_harmony.held.held_state import SWITCHED, Held
 from lightning_harmony.held.variables import MISSING, Variables
-from lightning_harmony.held.walk import HOOKS_OF_BACKWARD, Walk, modules_of
+from lightning_harmony.held.walk import HOOKS_OF_BACKWARD, Others, Walk, modules_of
 
 
 class Together:
@@ -156,10 +156,10 @@ class Places:
 
     Args:
         model: whose they are.
-        others: what else may be changed, with its names.
+        others: what else may be changed.
     """
 
-    def __init__(self, model: nn.Module, others: Sequence[tuple[str, Any]] = ()) -> None:
+    def __init__(self, model: nn.Module, others: Others = lambda names: ()) -> None:
         self._model, self._others = model, others
         self._walk: Walk | None = None
         self._together = Together(())
@@ -187,10 +187,6 @@ class Places:
     def too_long(self) -> Sequence[Any]:
         """The containers that are no places, as they are too long."""
         return () if self._walk is None else self._walk.too_long
-
-    def is_named(self, name: str) -> bool:
-        """Whether the user's code has a name among those of globals and attributes."""
-        return self._walk is not None and name in self._walk.names
 
     def let_go(self) -> None:
         """The step is over: keep no tensors for longer than the user does, and give the user's iterators back."""

@@ -18,13 +18,13 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dis import get_instructions, opmap
 from enum import EnumMeta
 from functools import partial
 from itertools import islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,12 +62,30 @@ _NO_OBJECTS = (ModuleType, type, *FUNCTIONS, Cached, Tensor, nn.Module, logging.
 HOOKS_OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 
+class Other(NamedTuple):
+    """An object that steps may change, and that is none of a model's.
+
+    Attributes:
+        name: for messages.
+        value: the object.
+        leads: whether what is in its attributes is looked into.
+    """
+
+    name: str
+    value: Any
+    leads: bool = True
+
+
+# Given the names in the user's code.
+Others = Callable[[Collection[str]], Iterable[Other]]
+
+
 class Walk:
     """Goes to all places, to each once.
 
     Args:
         model: whose they are.
-        others: what else may be changed, with its names.
+        others: what else may be changed.
 
     Attributes:
         places: all of them.
@@ -75,7 +93,7 @@ class Walk:
         names: of globals and attributes in the user's code.
     """
 
-    def __init__(self, model: nn.Module, others: Sequence[tuple[str, Any]] = ()) -> None:
+    def __init__(self, model: nn.Module, others: Others = lambda names: ()) -> None:
         self._model, self._others = model, others
         # What was seen, by its identity: kept, so that nothing else gets that.
         self._seen: dict[int, Any] = {}
@@ -127,9 +145,12 @@ class Walk:
         for kind in classes:
             yield from self._class(kind, 0)
         yield from self._globals(classes)
-        for name, value in self._others:
+        for name, value, leads in self._others(self.names):
             self._seen[id(value)] = value
-            yield from self._attributes_of(name, name, value, 0, 0)
+            if leads:
+                yield from self._attributes_of(name, name, value, 0, 0)
+            else:
+                yield Held(name, vars(value), Kind.OBJECT, value)
 
     def _place(self, held: Held) -> Iterator[Held]:
         """A place, and those in what is in it."""

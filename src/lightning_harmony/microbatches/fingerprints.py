@@ -94,19 +94,16 @@ class Fingerprints:
     Args:
         places: each with what is in it, with names or numbers.
         parameters: whose attributes are looked at, too, with their names.
-        others: in words, what else is, and what reads it.
     """
 
     def __init__(
         self,
         places: Iterable[tuple[Held, Iterable[tuple[Any, Any]]]],
         parameters: Iterable[tuple[str, nn.Parameter]] = (),
-        others: Iterable[tuple[str, Callable[[], Any]]] = (),
     ) -> None:
         self._attributes = [(name, parameter, dict(vars(parameter))) for name, parameter in parameters]
         found = {id(value): (held, value) for held, items in places for _, value in items if is_silent(value)}
         self._all = [_Print(_in_words(held, value), value) for held, value in found.values()]
-        self._others = [(name, read, _state_of(read())) for name, read in others]
         self._changed_again: str | None = None
 
     def changed(self) -> str | None:
@@ -114,9 +111,6 @@ class Fingerprints:
         for name, parameter, before in self._attributes:
             if not have_same_content(vars(parameter), before):
                 return f"an attribute of parameter {name!r}"
-        for in_words, read, state in self._others:
-            if _state_of(read()) != state:
-                return in_words
         return next((each.in_words for each in self._all if each.has_changed()), None)
 
     @contextmanager
@@ -154,7 +148,7 @@ class Fingerprints:
 
 def _in_words(held: Held, value: Any) -> str:
     kind = "tensor" if issubclass(type(value), Tensor) else type(value).__name__
-    return f"a {kind} held by {held.name!r}"
+    return f"a {kind} held by {held.in_words}"
 
 
 def is_silent(value: Any) -> bool:

@@ -23,6 +23,7 @@ from lightning_harmony.engine.step.step import Listeners
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
 from lightning_harmony.held.held_state import Held, Kind, is_plain
 from lightning_harmony.held.places import Places
+from lightning_harmony.held.walk import Other
 from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.kept_batch import KeptBatch
 from lightning_harmony.microbatches.lane_attributes import (
@@ -68,7 +69,7 @@ class Interleaving:
         self._model: nn.Module = trainer.lightning_module
         self._known = KnownChanges()
         self._batch = SimpleNamespace(shared=[])
-        self.places = Places(self._model, (("the profiler", trainer.profiler), ("the batch", self._batch)))
+        self.places = Places(self._model, self._beside_the_model)
         self._attributes = LaneAttributes(self.places, self._known)
         self._ends = MicrobatchEnds(self.places)
         of_layers = list(engine.modules_of_layers())
@@ -259,14 +260,16 @@ class Interleaving:
         return num_collectives() != self._num_collectives
 
     def _new_watch(self) -> Watch:
-        return Watch(self._model, self.places, self._buffers_between_layers, self._kept_by_trainer)
+        return Watch(self._model, self.places, self._buffers_between_layers)
 
-    def _kept_by_trainer(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """What a step may keep there: callbacks do so for themselves, as those do that count, unless its code names them."""
-        own = vars(self._trainer)
-        yield "an attribute of the trainer", lambda: {name: own[name] for name in own if name != "callbacks"}
-        if self.places.is_named("callbacks"):
-            yield "what a callback keeps", lambda: own["callbacks"]
+    def _beside_the_model(self, names: Collection[str]) -> Iterator[Other]:
+        """What else a step may change: callbacks keep what is theirs, unless the user's code names them."""
+        trainer = self._trainer
+        yield Other("the profiler", trainer.profiler)
+        yield Other("the batch", self._batch)
+        yield Other("the trainer", trainer, leads=False)
+        if "callbacks" in names:
+            yield from (Other(type(each).__name__, each) for each in trainer.callbacks)
 
     def _buffers_between_layers(self, places: Sequence[Held]) -> Iterator[tuple[Held, list[str]]]:
         """The buffers that no layer has, which the code between layers may change."""

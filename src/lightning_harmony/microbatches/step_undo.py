@@ -37,12 +37,16 @@ class _Marked:
     """Objects in one place that a step may change in place, such as generators of random numbers.
 
     Args:
-        place: the name of what holds them.
+        place: what holds them, in words.
         marks: what changes with them.
+
+    Attributes:
+        is_silent: whether some of them count no changes.
     """
 
     def __init__(self, place: str, marks: Marks) -> None:
         self._place, self._marks = place, marks
+        self.is_silent = bool(marks.others)
         self._begun = self._seen = marks.now()
         tensors = marks.tensors if len(marks.tensors) <= MOST_COPIED else ()
         self._undo = {id(each): undo for each in (*tensors, *marks.others) if (undo := undo_of(each)) is not None}
@@ -64,8 +68,8 @@ class _Marked:
     def __str__(self) -> str:
         value = next(iter((*self._changed(), *self._marks.tensors, *self._marks.others)))
         if state_of_generator(value) is not None:
-            return f"a generator of random numbers, held by {self._place!r}, is drawn from"
-        return f"a {type(value).__name__} held by {self._place!r} is changed in place"
+            return f"a generator of random numbers, held by {self._place}, is drawn from"
+        return f"a {type(value).__name__} held by {self._place} is changed in place"
 
     def restore(self) -> bool:
         """Make all what it was in the beginning; whether that is possible."""
@@ -112,14 +116,16 @@ class Undo:
         for held in places:
             if held.name not in with_changes:
                 if held.marked:
-                    self._still.append(_Marked(held.name, held.marks))
+                    self._still.append(_Marked(held.in_words, held.marks))
                 continue
             for name, value in held.marked:
-                marked, when = _Marked(held.name, Marks().and_of([value])), known.drawn.get((held.name, name))
+                marked, when = _Marked(held.in_words, Marks().and_of([value])), known.drawn.get((held.name, name))
                 if when is not None:
                     self._drawn.append((marked, when))
                 else:
                     (self._changed if (held.name, name) in known.in_place else self._still).append(marked)
+        # Those that count no changes: arrays, and generators.
+        self._silent = [each for each in self._still if each.is_silent]
         self._microbatch: int | None = None
         # The microbatches that have begun, and those that have drawn what they draw behind their last layers.
         self._begun: set[int | None] = set()
@@ -145,6 +151,9 @@ class Undo:
         for setting, before in zip(OFTEN_LOOKED_AT, self._settings, strict=False):
             if self._late is None and setting.get() != before:
                 self._late = f"{setting.name} is set"
+        for each in self._silent:
+            if self._late is None and each.is_changed():
+                self._late = str(each)
         for each, when in self._drawn:
             if not each.is_changed():
                 continue

@@ -58,7 +58,6 @@ class Watch:
         model: whose step it is.
         places: all that microbatches may change.
         buffers: gives, of some places, the buffers that no layer has, with their names.
-        others: gives what only a step that runs one after the other may change, in words, and what reads it.
     """
 
     def __init__(
@@ -66,9 +65,8 @@ class Watch:
         model: nn.Module,
         places: Places,
         buffers: Callable[[Sequence[Held]], Iterable[tuple[Held, list[str]]]],
-        others: Callable[[], Iterable[tuple[str, Callable[[], Any]]]] = tuple,
     ) -> None:
-        self._model, self._places, self._buffers, self._others = model, places, buffers, others
+        self._model, self._places, self._buffers = model, places, buffers
         self.seen = Seen()
         self._begun = Contents(Together(()))
         self._marks: list[tuple[Held, Any, Any, Any]] = []
@@ -100,7 +98,7 @@ class Watch:
             self._drawn = {}
             self._silent.refuse_changed_again()
             if microbatch <= 1:
-                self._silent = Fingerprints(self._all_values(), self._model.named_parameters(), self._others())
+                self._silent = Fingerprints(self._all_values(), self._model.named_parameters())
             self._metrics.begin()
             self._carried.begin(list(self._begun))
             for held, name, left in self._left:
@@ -233,7 +231,7 @@ class Watch:
             if now != first:
                 self._note_drawn(held, f"layer {layer!r}")
         elif now != mark:
-            self._note_hazard(f"a {type(value).__name__} held by {held.name!r} is changed in place", layer)
+            self._note_hazard(f"a {type(value).__name__} held by {held.in_words} is changed in place", layer)
 
     def _note_end_of_mark(self, held: Held, name: Any, value: Any, mark: Any) -> None:
         now, end = mark_of(value), "the end of a microbatch"
@@ -245,7 +243,7 @@ class Watch:
             return
         if state_of_generator(value) is None:
             # The next microbatch may read it before its first layer, where it would not be changed yet.
-            self._note(f"a {type(value).__name__} held by {held.name!r} is changed in place", end)
+            self._note(f"a {type(value).__name__} held by {held.in_words} is changed in place", end)
             return
         first = self._drawn.get(id(value), mark)
         if first not in (mark, now):
@@ -254,14 +252,14 @@ class Watch:
             self.seen.drawn[held.name, name] = Draws.BEFORE_LAYERS if first == now else Draws.BEHIND_LAYERS
 
     def _note_drawn(self, held: Held, where: str) -> None:
-        self._note(f"a generator of random numbers, held by {held.name!r}, is drawn from again", where)
+        self._note(f"a generator of random numbers, held by {held.in_words}, is drawn from again", where)
 
     def _note_end(self, held: Held, begun: Any, now: Any, name: Any) -> None:
         key = held.name, name
         self.seen.changed[key] = held
         if held.kind is Kind.HOOKS and self._microbatch > 0:
             # Each calls those that all before it have left.
-            self._note(f"hooks of {held.name!r} are registered or removed", "the end of a microbatch")
+            self._note(f"hooks of {held.in_words} are registered or removed", "the end of a microbatch")
         if name is ALL:
             self._note_growth(held, begun, now)
             return

@@ -332,8 +332,15 @@ def _stream(name: str) -> OfProcess:
 _read_warnings, _write_warnings = _attributes(warnings, "filters", "showwarning", "_showwarnmsg_impl")
 
 
-def _set_warnings(value: Any) -> None:
-    _write_warnings(value)
+def _warnings() -> tuple[_Objects, _Objects]:
+    """The list of filters and what shows warnings; and what is in the list, which code may change in place."""
+    return _read_warnings(), _Objects(warnings.filters)
+
+
+def _set_warnings(value: tuple[_Objects, _Objects]) -> None:
+    objects, filters = value
+    _write_warnings(objects)
+    warnings.filters[:] = filters  # type: ignore[index]
     # What each module has been warned of is known for as long as filters don't change.
     getattr(warnings, "_filters_mutated_lock_held", getattr(warnings, "_filters_mutated", lambda: None))()
 
@@ -348,7 +355,7 @@ OF_PROCESS = (
     OfProcess("the hooks of all modules", _global_hooks, _set_global_hooks),
     OfProcess("the switch of the garbage collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     OfProcess("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
-    OfProcess("warnings.filters", _read_warnings, _set_warnings),
+    OfProcess("warnings.filters", _warnings, _set_warnings),
     _stream("stdout"),
     _stream("stderr"),
 )
