@@ -743,6 +743,18 @@ def test_code_that_needs_the_callers_thread_finds_it(does: Any, num_microbatches
     assert_same_training(Net(Does(does)), samples(), batch_size=8, **options)  # type: ignore[arg-type]
 
 
+def test_what_the_caller_keeps_for_its_thread_no_microbatch_has_changed_when_it_ends(caplog: Any) -> None:
+    """Its thread had let go of it when it was looked at: each such step ran twice where a backward is part of the forward."""
+    LOCAL.factor = 0.5
+    before, decimal.getcontext().prec = decimal.getcontext().prec, 20
+    try:
+        with caplog.at_level("INFO"):
+            assert_same_training(Net(Does(thread_local)), samples(), batch_size=8, num_microbatches=2)
+    finally:
+        decimal.getcontext().prec = before
+    assert "has run twice" not in caplog.text
+
+
 class Fails(Blocks):
     def run(self, x: Tensor, y: Tensor) -> Tensor:
         self.count += 1

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -122,15 +123,24 @@ class Lane:
             if not self._aborted:
                 # The engine then runs every node of a backward in this thread, which can park in it.
                 with self._ambient.entered(), torch.autograd.set_multithreading_enabled(False):
-                    self._ambient.run(job)
+                    self._ambient.run(partial(self._run_to_end, job))
         except LaneAborted:
             pass
         except BaseException as error:
             return error
         finally:
-            self.request = None
-            self.finished = True
+            self._finish()
         return None
+
+    def _run_to_end(self, job: Callable[[], None]) -> None:
+        job()
+        self._finish()
+        # Here what the thread keeps is still the job's: it is looked at when a turn ends.
+        self._pool.choose_behind(self)
+
+    def _finish(self) -> None:
+        self.request = None
+        self.finished = True
 
 
 class CallerLane:
@@ -195,6 +205,8 @@ class LanePool:
         self._choose: Choose | None = None
         self._holder: Lane | None = None
         self._error: BaseException | None = None
+        # Who follows the lane whose job has ended, if that is known.
+        self._chosen: list[Lane | None] = []
         # What the lane that handed the baton on has left; None if that is not known.
         self._left: ProcessState | None = None
         self._back = threading.Lock()
@@ -259,16 +271,22 @@ class LanePool:
         lane.go.acquire()
         return self._left
 
+    def choose_behind(self, lane: Lane) -> None:
+        """Called by the lane whose job has ended: choose who goes on when it gives the baton."""
+        if lane is self._holder:
+            self._chosen = [self._following(lane)]
+
     def note(self, lane: Lane, error: BaseException | None) -> None:
         """Called by the lane whose job has ended, with what it raised."""
         if lane is self._holder:
             self._error = self._error or error
+            self._chosen = [] if error is not None else self._chosen
 
     def end(self, lane: Lane) -> None:
         """Called by the lane whose job has ended, after `note`."""
         # A lane that waited for a lock while others were unwound has no baton to give.
         if lane is self._holder:
-            self._give(self._following(lane))
+            self._give(self._chosen.pop() if self._chosen else self._following(lane))
 
     def abort(self) -> None:
         """Unwind all lanes; they can be used again."""
