@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -201,6 +202,15 @@ class Draws(nn.Module):
         return F.mse_loss(x, y) * (self.draw() if self.where == "behind layers" else 1.0)
 
 
+class MakesPlaces(Draws):
+    """Has a new object in each step, so that all places are gone to once more."""
+
+    def forward(self, batch: Any) -> Tensor:
+        self.fresh = SimpleNamespace(numbers=[1])
+        loss: Tensor = super().forward(batch)
+        return loss
+
+
 class DrawingBlock(nets.Block):
     def __init__(self, draws: bool) -> None:
         super().__init__()
@@ -238,6 +248,47 @@ def test_each_value_is_drawn_once_and_in_order(hold: Any, where: str, num_microb
     """Microbatches that took turns drew in another order, and recomputes drew once more: other weights, without a word."""
     plain = train_plain(build(hold, where), samples(32), num_microbatches, 8)
     compare(plain, train(build(hold, where), num_microbatches))
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.parametrize(
+    ("hold", "num_microbatches"), combined([a_variable, a_default, an_argument, a_frozenset], [(4,), (1,)]), ids=named
+)
+def test_iterators_are_found_again_when_places_are(hold: Any, num_microbatches: int) -> None:
+    """What stood in the place of one was none itself: when places were gone to anew, its variable was no place any more."""
+
+    def made() -> Net:
+        torch.manual_seed(SEED)
+        return Net(MakesPlaces(hold, "in layers"))
+
+    compare(train_plain(made(), samples(32), num_microbatches, 8), train(made(), num_microbatches))
+
+
+class CallsAProxy(nn.Module):
+    """Calls an object by way of a weak reference, which has all methods that Python has, those of iterators too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nets.Block() for _ in range(3))
+        self.owner = partial(torch.mul, 2.0)
+        self.times_two = weakref.proxy(self.owner)
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        for layer in self.layers:
+            x = self.times_two(layer(x))
+        return F.mse_loss(x, y)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_a_weak_reference_is_no_iterator(num_microbatches: int) -> None:
+    """It was replaced by one, which cannot be called."""
+
+    def made() -> Net:
+        torch.manual_seed(SEED)
+        return Net(CallsAProxy())
+
+    compare(train_plain(made(), samples(32), num_microbatches, 8), train(made(), num_microbatches))
 
 
 @pytest.mark.parametrize("where", WHERE)

@@ -34,7 +34,7 @@ from lightning_harmony.engine.lanes.ambient import share_thread_local
 from lightning_harmony.engine.lanes.lock_wait import LOCKS
 from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import size_of
-from lightning_harmony.engine.structures.seekable import seekable
+from lightning_harmony.engine.structures.seekable import holds_iterator
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.held.cached_functions import Cached
 from lightning_harmony.held.files import LIBRARIES, Code, by_identity, is_of_libraries, is_own, is_users
@@ -252,7 +252,7 @@ class Walk:
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             named, content = f"{name}.{variable}", VariableOfClosure(cell, variable)
             leads = partial(self._variable, named, depth, nested)
-            is_place = variable in rebound or any(seekable(value) is not value for value in content.values())
+            is_place = variable in rebound or any(map(holds_iterator, content.values()))
             if is_place and id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
                 yield from self._place(Held(named, content, Kind.CONTAINER if not depth else Kind.OBJECT, leads=leads))
@@ -272,7 +272,7 @@ class Walk:
     def _parts(self, name: str, function: Any, depth: int, nested: int) -> Iterator[Held]:
         """The places in the tuple that a function has, which is one itself if there are iterators in it."""
         parts, leads = PartsOf(function), partial(self._entry, name, depth, nested)
-        if any(seekable(value) is not value for value in parts.values()):
+        if any(map(holds_iterator, parts.values())):
             yield from self._place(Held(name, parts, Kind.CONTAINER if not depth else Kind.OBJECT, leads=leads))
         else:
             for number, value in parts.items():

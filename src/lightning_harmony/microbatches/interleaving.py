@@ -99,7 +99,7 @@ class Interleaving:
         """
         shared = shared_by(parts[0], parts[1]) if len(parts) > 1 else []
         # Objects of the user's own may be in it, in which a step keeps something.
-        self._batch.shared = [each for each in shared if not is_plain(type(each)) and not isinstance(each, Tensor)]
+        self._batch.shared[:] = (each for each in shared if not is_plain(type(each)) and not isinstance(each, Tensor))
         batch = KeptBatch(
             parts if len(parts) > 1 else (),
             copies=self._changes_batch and self.is_earned,

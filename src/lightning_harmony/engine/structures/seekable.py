@@ -6,12 +6,12 @@ Generators and the iterators of Python's own keep how far they are out of sight:
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from operator import is_
 from types import MethodType
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
 
 from lightning_harmony.engine.structures.containers import entries_of, put_item
 
@@ -52,7 +52,7 @@ class Seekable:
         position: how far it is.
     """
 
-    _all: ClassVar[WeakValueDictionary[int, Seekable]] = WeakValueDictionary()
+    _all: ClassVar[weakref.WeakValueDictionary[int, Seekable]] = weakref.WeakValueDictionary()
 
     def __init__(self, iterator: Any) -> None:
         self.iterator = iterator
@@ -147,6 +147,11 @@ def given_back(value: Any) -> Any:
     return value.iterator if kind is Seekable else value
 
 
+def holds_iterator(value: Any) -> bool:
+    """Whether a value is an iterator of Python's own, or holds one for good, or what has been put into its place."""
+    return seekable(value) is not value or given_back(value) is not value
+
+
 @cache
 def is_fixed(kind: type) -> bool:
     """Whether objects of a class hold for good what they hold: tuples, also named ones, and frozensets."""
@@ -170,7 +175,8 @@ def _remade(value: Any, function: Callable[[Any], Any]) -> Any:
 @cache
 def is_iterator(kind: type) -> bool:
     """Whether objects of a class are generators or iterators of Python's own, and no more than that, such as files."""
-    if not hasattr(kind, "__next__"):
+    # Proxies have all methods that there are.
+    if not hasattr(kind, "__next__") or issubclass(kind, weakref.ProxyTypes):
         return False
     if kind.__module__ in ("builtins", "itertools"):
         return True
