@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +120,38 @@ def _llama(**sizes: Any) -> Subject:
     return _language_model("LlamaForCausalLM", "LlamaConfig", **{**common, **sizes})
 
 
+def _preference(of: Subject) -> Subject:
+    """A language model that is trained to prefer one text to another more than a frozen copy of it does, as DPO has it."""
+
+    def build(num_layers: int | None, dtype: torch.dtype) -> nn.Module:
+        model = of.build(num_layers, dtype)
+        reference = copy.deepcopy(model).requires_grad_(False)
+        return nn.ModuleDict({"model": model, "reference": reference})
+
+    def sample(length: int, generator: Generator) -> Tensor:
+        return torch.stack([of.sample(length, generator) for _ in range(2)])
+
+    def loss(models: Any, batch: Tensor) -> Tensor:
+        rewards = _log_likelihood(models["model"], batch)
+        with torch.no_grad():
+            expected = _log_likelihood(models["reference"], batch)
+        chosen, rejected = (0.1 * (rewards - expected)).unbind(1)
+        return -nn.functional.logsigmoid(chosen - rejected).mean()
+
+    return Subject(build, sample, loss)
+
+
+def _log_likelihood(model: Any, batch: Tensor) -> Tensor:
+    """Of texts (samples, 2, tokens), for each the mean over its tokens, in float32: (samples, 2)."""
+    texts = batch.flatten(0, 1)
+    logits = model(input_ids=texts).logits[:, :-1]
+    losses = nn.functional.cross_entropy(logits.transpose(1, 2), texts[:, 1:], reduction="none")
+    return -losses.float().mean(1).view(batch.shape[:2])
+
+
+_LLAMA_3B = _llama(
+    hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, num_key_value_heads=8
+)
 MODELS = {
     "llama8b": _llama(
         hidden_size=4096,
@@ -127,8 +160,22 @@ MODELS = {
         num_attention_heads=32,
         num_key_value_heads=8,
     ),
-    "llama3b": _llama(
-        hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, num_key_value_heads=8
+    "llama3b": _LLAMA_3B,
+    "llama3b-dpo": _preference(_LLAMA_3B),
+    # 10.6 B parameters, of which a token uses 1.2 B.
+    "moe10b": _language_model(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        use_cache=False,
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_experts=64,
+        num_experts_per_tok=8,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151936,
     ),
     # Kernels are short: the host bounds a step.
     "little": _llama(

@@ -52,6 +52,16 @@ ROWS = {
     "llama8b-bf16": Row(_LLAMA_8B + " --precision bf16-true", "--gpu-free 24 --microbatches 8", _RECOMPUTE, None, 0.97),
     "llama3b": Row("--model llama3b --batch 16", "--gpu-free 24 --microbatches 8", _RECOMPUTE, None, 1.0),
     "llama3b-12": Row("--model llama3b --batch 16", "--gpu-free 12 --microbatches 8", _RECOMPUTE, None, 0.95),
+    # Batches that need three times the card.
+    "vit-l": Row("--model vit-l --length 512 --batch 64 --steps 8", "--gpu-free 20", goal=0.95),
+    "resnet152": Row("--model resnet152 --length 512 --batch 64 --steps 8", "--gpu-free 16", goal=0.95),
+    "llama3b-dpo": Row("--model llama3b-dpo --batch 8", "--gpu-free 24 --microbatches 8", _RECOMPUTE, None, 0.97),
+    "moe10b": Row(
+        "--model moe10b --batch 16 --precision bf16-true", "--gpu-free 24 --microbatches 8", _RECOMPUTE, None, 0.90
+    ),
+    "llama8b-predict": Row(
+        "--model llama8b --batch 16 --length 2048 --precision bf16-true --predict --steps 8", "--gpu-free 12", goal=0.95
+    ),
     "qwen32b-lora": Row(
         "--model qwen32b --batch 16 --lora --precision bf16-true",
         "--gpu-free 24 --microbatches 8",

@@ -73,6 +73,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a reference in memory")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 on a frozen bfloat16 base")
+    parser.add_argument("--predict", action="store_true", help="what the model gives for batches; nothing is trained")
     parser.add_argument("--clip", type=float, help="gradient_clip_val")
     parser.add_argument("--update-on", default="device", choices=["device", "host"], help="of HarmonyStrategy")
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
@@ -130,6 +131,11 @@ class Module(pl.LightningModule):
         self.log("loss", loss)
         return loss
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The most likely next word of each text."""
+        found: Tensor = self.net(input_ids=batch, logits_to_keep=1).logits.argmax(-1)
+        return found
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [p for p in self.parameters() if p.requires_grad]
         return (
@@ -165,6 +171,9 @@ class Measure(pl.Callback):
         if self.gpu_time is not None and batch_idx == trainer.num_training_batches - 3:
             self.gpu_time.stop()
         self.losses.append(outputs["loss"].detach())
+        self._note(batch_idx)
+
+    def _note(self, batch_idx: int) -> None:
         self.times.append(time.perf_counter())
         for gpu, before in enumerate(self._free_before):
             self.taken[gpu] = max(self.taken[gpu], before - torch.cuda.mem_get_info(gpu)[0])
@@ -178,6 +187,13 @@ class Measure(pl.Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._start = time.perf_counter()
+
+    def on_predict_start(self, trainer: Any, module: Any) -> None:
+        self._start = time.perf_counter()
+
+    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Tensor, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs.float().mean())
+        self._note(batch_idx)
 
 
 def main() -> None:
@@ -217,7 +233,11 @@ def main() -> None:
         )
         samples = Samples(subject, options.batch * options.steps, options.length, options.batch)
         start = time.perf_counter()
-        trainer.fit(module, DataLoader(samples, options.batch // split // num_processes))
+        loader = DataLoader(samples, options.batch // split // num_processes)
+        if options.predict:
+            trainer.predict(module, loader, return_predictions=False)
+        else:
+            trainer.fit(module, loader)
         for gpu in gpus:
             torch.cuda.synchronize(gpu)
         finish(json.dumps(_row(options, trainer, measure, start, split)), 0)
