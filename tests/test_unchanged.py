@@ -97,10 +97,12 @@ def test_a_hook_that_only_looks_is_no_matter(hook: str) -> None:
 class WithTeacher(Net):
     """A copy that follows in a hook between forward and backward."""
 
-    def __init__(self, *, hook: str = "on_before_zero_grad", passes_through: bool = False) -> None:
+    def __init__(
+        self, *, hook: str = "on_before_zero_grad", passes_through: bool = False, is_frozen: bool = True
+    ) -> None:
         torch.manual_seed(1)
         super().__init__(Chain())
-        self.teacher = nn.ModuleList(Block() for _ in range(5)).requires_grad_(False)
+        self.teacher = nn.ModuleList(Block() for _ in range(5)).requires_grad_(not is_frozen)
         self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
         self.passes_through = passes_through
         object.__setattr__(self, hook, self.follow)
@@ -127,6 +129,17 @@ def test_a_teacher_that_the_backward_does_not_read_may_follow(hook: str, memory:
     plain = train_plain(WithTeacher(hook=hook), samples(), 1, BATCH)
     strategy = HarmonyStrategy(device_memory=memory, num_microbatches=1, profile_cache=False)
     compare(plain, train_harmony(WithTeacher(hook=hook), samples(), strategy, BATCH, with_gradients=False))
+
+
+def test_a_teacher_that_nobody_has_frozen_may_follow_if_the_backward_does_not_read_it() -> None:
+    """As the averages of the weights of a diffusion model, which are copies of it."""
+
+    def module() -> WithTeacher:
+        return WithTeacher(hook="on_before_backward", is_frozen=False)
+
+    plain = train_plain(module(), samples(), 1, BATCH)
+    strategy = HarmonyStrategy(device_memory="64KiB", num_microbatches=1, profile_cache=False)
+    compare(plain, train_harmony(module(), samples(), strategy, BATCH, with_gradients=False))
 
 
 def test_a_teacher_that_gradients_pass_through_may_not_follow() -> None:

@@ -42,7 +42,7 @@ class UnchangedParameters:
         """
         hooks = between_passes(tree, trainer)
         named = list(trainer.lightning_module.named_parameters()) if hooks else []
-        is_read = {name: each.requires_grad or each in in_graph for name, each in named}
+        is_read = {name: each in in_graph for name, each in named}
         numbers = {name: (version_of(each), checksum(each)) if is_read[name] else None for name, each in named}
         return cls(hooks, {name: (each, each.requires_grad, numbers[name]) for name, each in named})
 
