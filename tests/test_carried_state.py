@@ -242,6 +242,30 @@ class WhatIsWrittenBeforeItIsRead(Carries):
         return self.blocks(x) - self.tensor - self.by_name["mean"]
 
 
+class TheGradientOfWhatItKeeps(Carries):
+    """The layers' backward runs within the step, as where an input's gradient is penalized."""
+
+    def run(self, x: Tensor) -> Tensor:
+        self.tensor = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.blocks(self.tensor).square().sum(), self.tensor)
+        return self.blocks(x) - gradient
+
+
+class CalledForEachToken(Carries):
+    """A decoder whose recurrent layer notes in each call, by weak references, which weights it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.GRU(nets.WIDTH, nets.WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        x, state = self.blocks(x), None
+        for _ in range(3):
+            made, state = self.decoder(x[None], state)
+            x = x + made[0]
+        return x
+
+
 IN_ORDER = [
     AMeanBetweenTwoLayers, ABufferBehindTheLayers, WhatALayerLeavesToItself, WhatIsMadeOnce, WhatIsWrittenBeforeItIsRead,
 ]  # fmt: skip
@@ -271,6 +295,12 @@ def test_what_is_passed_on_is_named(caplog: pytest.LogCaptureFixture) -> None:
 def test_microbatches_that_come_in_their_order_to_what_they_read_and_write_take_turns(
     net: type[Carries], caplog: pytest.LogCaptureFixture
 ) -> None:
+    assert takes_turns(net(), caplog) == (True, [])
+
+
+@pytest.mark.parametrize("net", [TheGradientOfWhatItKeeps, CalledForEachToken])
+def test_what_nothing_is_computed_with_is_not_passed_on(net: type[Carries], caplog: pytest.LogCaptureFixture) -> None:
+    assert_same_training(Net(net()), samples(), batch_size=8, updates=["just in time"], tolerance=1e-6)
     assert takes_turns(net(), caplog) == (True, [])
 
 

@@ -179,8 +179,7 @@ class CarriedState:
             if isinstance(begun, dict):
                 for name, value in begun.items():
                     then = before.get(name, MISSING)
-                    is_new = value is not then and not _is_same(value, then) and not _keeps_nothing(value)
-                    if is_new or (changed and id(value) in changed):
+                    if (changed and id(value) in changed) or not _is_same(value, then):
                         yield _found(held, name, is_in_new=is_in_new)
             elif any(id(value) in changed for value in begun) or not are_same(list(begun), list(before)):
                 yield _found(held, ALL, is_in_new=is_in_new)
@@ -262,6 +261,8 @@ def are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 def _is_same(one: Any, other: Any) -> bool:
     if one is other or type(one) is not type(other):
         return one is other
+    if _keeps_nothing(one) and _keeps_nothing(other):
+        return True
     # A recompute in the backward makes tuples anew.
     return are_same(one, other) if type(one) is tuple else type(one) in _COMPARED and bool(one == other)
 

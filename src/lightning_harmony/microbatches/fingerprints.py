@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.model.attributes import LONGEST
 from lightning_harmony.engine.structures.checksum import checksum
@@ -202,7 +203,9 @@ _KEEP_NOTHING = frozenset(
 
 def _state_of(value: Any) -> Any:
     if issubclass(type(value), Tensor):
-        return version_of(value), _bits_of(value)
+        # Nobody computes with what a microbatch before has left there.
+        with DisableTorchFunction():
+            return version_of(value), _bits_of(value)
     if is_ndarray(value) and not value.dtype.hasobject:
         return zlib.crc32(value.tobytes())
     for read in (_position, _memory, _written):
