@@ -61,6 +61,7 @@ class Blocks(nn.Module):
         self.random = random.Random(5)
         self.generator = np.random.default_rng(5)
         self.draws = torch.Generator().manual_seed(5)
+        self.of_the_process: Any = (torch.default_generator, vars(random)["_inst"])
         self.array = np.ones(2)
         self.kept = torch.ones(())
         self.lock = threading.Lock()
@@ -224,6 +225,14 @@ def numpy_generator_between(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
 def torch_generator_between(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
     for block in net.blocks:
         x = block(x) * torch.rand((), generator=net.draws)
+    return x
+
+
+def generators_of_the_process_between(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    """Held as those are that `check_random_state` of scikit-learn returns. Each microbatch has its own streams of them."""
+    generator, others = net.of_the_process
+    for block in net.blocks:
+        x = block(x) * torch.rand((), generator=generator) * others.random()
     return x
 
 
@@ -437,7 +446,7 @@ def mode_of_operators(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
 
 
 HARMLESS = [
-    hook_of_all_modules, collector, mode_of_functions, mode_of_operators,
+    generators_of_the_process_between, hook_of_all_modules, collector, mode_of_functions, mode_of_operators,
     quiet, exact_float32, deterministic, attention_kernels, tensor_on_the_module, number_behind_the_layers,
     hook_that_registers_itself, dtype_of_the_process, count_on_the_module, last_of_a_list, random_before_all_layers,
     adds_for_each_layer,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.lanes.lock_wait import LOCKS
+from lightning_harmony.engine.lanes.rng import is_of_lanes
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.structures.containers import (
     copied_content,
@@ -303,7 +304,10 @@ def mark_of(value: Any) -> Any:
     if kind in LOCKS:
         return is_held(value)
     array = Access.of_array(value)
-    return state_of_generator(value) if array is None else array.get()
+    if array is not None:
+        return array.get()
+    state = state_of_generator(value)
+    return () if state is not None and is_of_lanes(value) else state
 
 
 def state_of_generator(value: Any) -> Any:

@@ -23,6 +23,13 @@ def stream_seed(seed: int, *key: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def is_of_lanes(generator: Any) -> bool:
+    """Whether it is one of the process, of which each lane has a state of its own."""
+    numpy = sys.modules.get("numpy.random.mtrand")
+    on_host = torch.default_generator, _python_generator(), getattr(numpy, "_rand", None)
+    return any(generator is each for each in (*on_host, *torch.cuda.default_generators))
+
+
 class RandomState(NamedTuple):
     """The state of all that layers draw from: torch's generators on the host and the current GPU, Python's and NumPy's."""
 
