@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import CatMetric, SumMetric
 
 from lightning_harmony import HarmonyStrategy
+from lightning_harmony.microbatches.lane_attributes import LaneAttributes
 from support import nets
 from support.same_training import Net, Update, assert_same_training, placed, room, trainer_for
 from support.sampling import combined
@@ -668,6 +669,35 @@ def test_a_step_that_runs_twice_and_ends_no_turns_is_told_of_once(caplog: pytest
     assert ONE_AFTER_THE_OTHER not in caplog.text
     assert "a step has run twice: microbatches took turns in it, while" in caplog.text
     assert caplog.text.count("a step has run twice") == caplog.text.count("_forward_hooks")
+
+
+class Normed(Blocks):
+    """What hooks compute in each call of a layer is out of reach while a step runs."""
+
+    def __init__(self, normalize: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[normalize(nn.Linear(nets.WIDTH, nets.WIDTH)) for _ in range(3)])
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.blocks(x), y)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("normalize", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_no_step_runs_twice_for_weights_that_hooks_compute(normalize: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert takes_turns(Normed(normalize), caplog) == (True, [])
+    assert "has run twice" not in caplog.text
+
+
+def test_no_two_steps_run_twice_for_the_same_cause(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a step that ran again did not show the cause, each step that followed ran twice, and that was told of once."""
+    monkeypatch.setattr(LaneAttributes, "late", lambda self: ["something"])
+    with caplog.at_level("INFO"):
+        assert_same_training(Net(Does(quiet)), samples(40), batch_size=8, updates=["just in time"])
+    assert caplog.text.count("a step has run twice: microbatches took turns in it, while something is changed") == 1
+    assert caplog.text.count(f"{ONE_AFTER_THE_OTHER}: something is changed, where") == 1
 
 
 def trained_on_both_sides(make: Any, num_steps: int, data: Any) -> Iterator[Any]:

@@ -78,7 +78,8 @@ class Interleaving:
         )
         self._elsewhere = StateElsewhere(self.places, of_layers, engine.objects_with_weights, metrics)
         self._changing: set[int] = set()
-        self._is_shown = self._changes_batch = self._has_told_of_repeats = False
+        self._is_shown = self._changes_batch = False
+        self._causes_of_repeats: set[str] = set()
         self.hazard: str | None = None
 
     @property
@@ -156,14 +157,15 @@ class Interleaving:
         self._run_in_sequence(forward, sizes)
         if isinstance(error, CapacityError):
             self.end(f"they do not fit together ({error})", len(sizes), "use smaller batches, or more memory")
-        elif (error is not None or passes_on is not None) and self.hazard is None:
+        elif (error is not None or passes_on is not None or late in self._causes_of_repeats) and self.hazard is None:
+            # What a step that has run again does not show would have all that follow run twice.
             self._refuse_turns(late, len(sizes))
-        elif self.hazard is None and not self._has_told_of_repeats:
-            self._has_told_of_repeats = True
+        elif self.hazard is None and not self._causes_of_repeats:
             self._tree.info(
                 f"Harmony: a step has run twice: microbatches took turns in it, while {late}. Results are exact. So will "
                 "be each step in which that is so for the first time; this is said once"
             )
+        self._causes_of_repeats.add(late)
 
     @property
     def default_dtypes(self) -> Collection[torch.dtype]:
