@@ -16,7 +16,7 @@ from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.plan import Plan
 from support import nets, same_training
-from support.same_training import Net, assert_same_training, compare, train_harmony, train_plain, trainer_for
+from support.same_training import Net, assert_same_training, compare, room, train_harmony, train_plain, trainer_for
 from support.taking_turns import samples, takes_turns
 
 pytestmark = [
@@ -552,3 +552,48 @@ def test_a_buffer_that_a_kept_graph_has_saved_may_be_changed_by_the_next_microba
     plain = train_plain(copy.deepcopy(module), samples(), 4, 8)
     strategy = HarmonyStrategy(plan=plan)
     compare(plain, train_harmony(module, samples(), strategy, 8, with_gradients=True, devices=devices))
+
+
+class Noisy(nn.Module):
+    """A layer of a Bayesian network, which draws its noise into a buffer."""
+
+    noise: Tensor
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mean, self.width = (nn.Parameter(torch.randn(nets.WIDTH, nets.WIDTH) / 8) for _ in range(2))
+        self.register_buffer("noise", torch.zeros(nets.WIDTH, nets.WIDTH))
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.mean + self.width * self.draw(self.noise)).tanh()
+
+
+class Bayesian(nn.Module):
+    """Averages several draws."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[Noisy(draw) for _ in range(3)])
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.layers(x) + self.layers(x), y)
+
+
+def test_the_gradient_of_a_call_is_that_of_the_noise_which_it_has_drawn_into_a_buffer() -> None:
+    """Plain Lightning computes those of all calls with the last noise: where each call has a tensor of its own, they agree."""
+
+    def into_the_buffer(noise: Tensor) -> Tensor:
+        return noise.data.normal_()
+
+    def of_its_own(noise: Tensor) -> Tensor:
+        return torch.empty_like(noise).normal_()
+
+    plain = train_plain(Net(Bayesian(of_its_own)), samples(), 1, 8)
+    strategy = HarmonyStrategy(device_memory=room("64KiB"), num_microbatches=1, profile_cache=False)
+    harmony = train_harmony(Net(Bayesian(into_the_buffer)), samples(), strategy, 8, with_gradients=False)
+    for training in (plain, harmony):
+        training.state = {name: value for name, value in training.state.items() if not name.endswith("noise")}
+    compare(plain, harmony, tolerance=1e-5)
