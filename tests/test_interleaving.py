@@ -59,6 +59,7 @@ class Blocks(nn.Module):
         self.factors: list[float] = []
         self.by_layer: dict[str, list[float]] = {"layer 0": [], "layer 1": []}
         self.count = 0
+        self.evaluations = 0.0
         self.random = random.Random(5)
         self.generator = np.random.default_rng(5)
         self.draws = torch.Generator().manual_seed(5)
@@ -142,6 +143,14 @@ def count_on_an_object(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
 def count_on_the_module(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
     net.count += 1
     return net.blocks(x) * (1.0 + net.count % 3)
+
+
+def count_of_evaluations(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    """A float that is a whole number, as that of the evaluations of a neural differential equation."""
+    for block in net.blocks:
+        net.evaluations += 1
+        x = block(x) * (1.0 + net.evaluations % 3)
+    return x
 
 
 def last_of_a_list(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
@@ -450,7 +459,7 @@ HARMLESS = [
     generators_of_the_process_between, hook_of_all_modules, collector, mode_of_functions, mode_of_operators,
     quiet, exact_float32, deterministic, attention_kernels, tensor_on_the_module, number_behind_the_layers,
     hook_that_registers_itself, dtype_of_the_process, count_on_the_module, last_of_a_list, random_before_all_layers,
-    adds_for_each_layer,
+    adds_for_each_layer, count_of_evaluations,
 ]  # fmt: skip
 
 

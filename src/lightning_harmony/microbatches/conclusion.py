@@ -30,7 +30,7 @@ class Seen:
     """
 
     at_calls: dict[tuple[str, Any], str] = field(default_factory=dict)
-    steps: dict[tuple[str, Any], list[int | None]] = field(default_factory=dict)
+    steps: dict[tuple[str, Any], list[float | None]] = field(default_factory=dict)
     hazard: str | None = None
     changed: dict[tuple[str, Any], Held] = field(default_factory=dict)
     shrank: set[str] = field(default_factory=set)
@@ -114,7 +114,7 @@ class Conclusion:
         place = found.held.name
         return found.name is ALL and (place, ALL) in self._seen.at_calls and place not in known.passed_on
 
-    def _step_of_count(self, found: Found, num_microbatches: int) -> int | None:
+    def _step_of_count(self, found: Found, num_microbatches: int) -> float | None:
         """How far each microbatch has counted it; None if it is no such number."""
         steps = self._seen.steps.get((found.held.name, found.name), [])
         return steps[0] if len(steps) == num_microbatches and len(set(steps)) == 1 else None

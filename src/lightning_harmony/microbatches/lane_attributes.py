@@ -46,7 +46,7 @@ class KnownChanges:
     """
 
     places: set[str] = field(default_factory=set)
-    counters: dict[str, dict[Any, int]] = field(default_factory=dict)
+    counters: dict[str, dict[Any, float]] = field(default_factory=dict)
     growing: set[str] = field(default_factory=set)
     passed_on: set[str] = field(default_factory=set)
     harmless: dict[str, set[Any]] = field(default_factory=dict)

@@ -220,7 +220,7 @@ class Watch:
         of_layer = name in self._of_layers.get(id(held.content), ())
         if is_switched(held.kind, name, value, before, of_layer=of_layer):
             seen.tells_apart.add(key)
-        elif type(value) is not int or type(before) is not int:
+        elif _counted(before, value) is None:
             self._note_hazard(f"{in_words(held, name)} is changed", layer)
 
     def _note_mark(self, held: Held, value: Any, mark: Any, layer: str) -> None:
@@ -264,8 +264,7 @@ class Watch:
             self._note_growth(held, begun, now)
             return
         before, value = begun.get(name, MISSING), now.get(name, MISSING)
-        step = value - before if type(value) is int and type(before) is int else None
-        self.seen.steps.setdefault(key, []).append(step)
+        self.seen.steps.setdefault(key, []).append(_counted(before, value))
 
     def _note_growth(self, held: Held, begun: Any, now: Any) -> bool:
         """Note whether a list or set that is changed has only grown, and return that."""
@@ -309,6 +308,13 @@ class Watch:
     def close(self) -> None:
         """The step is over, as far as it came."""
         self._carried.close()
+
+
+def _counted(before: Any, now: Any) -> Any:
+    """How far a whole number, which may be a float, was counted; None of anything else."""
+    kinds = {type(before), type(now)}
+    is_whole = kinds == {int} or (kinds == {float} and before.is_integer() and now.is_integer())
+    return now - before if is_whole else None
 
 
 def _grew(before: Any, now: Any) -> bool:
