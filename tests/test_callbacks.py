@@ -6,6 +6,7 @@ import copy
 import csv
 import pickle
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from support.lightning_fits import (
     assert_same,
     batches_for,
     fit,
+    fit_harmony,
     harmony,
     loader,
     trainer_for,
@@ -391,6 +393,26 @@ def test_device_stats_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     plain, swapped = logged_by_both(tmp_path, cb.DeviceStatsMonitor)
     assert swapped == plain
     assert any("DeviceStatsMonitor" in name for name in plain[0])
+
+
+@pytest.mark.parametrize("is_swapped", [True, pytest.param(False, marks=pytest.mark.in_memory)])
+def test_a_clock_that_is_replaced_with_fixed_readings_serves_the_callback_alone(
+    is_swapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test of a throughput callback gave the clock one reading for each time that the callback looks at it."""
+    monkeypatch.setattr("time.perf_counter", iter(range(NUM_STEPS + 1)).__next__)
+
+    class Clocked(cb.Callback):
+        def __init__(self) -> None:
+            self.readings: list[float] = []
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.readings.append(time.perf_counter())
+
+    clocked = Clocked()
+    strategy = harmony() if is_swapped else harmony(device_memory=None, num_microbatches=1)
+    fit_harmony(Model(), strategy, callbacks=[clocked])
+    assert clocked.readings == list(range(NUM_STEPS))
 
 
 @pytest.mark.filterwarnings("ignore:FLOPs not found for")

@@ -7,12 +7,12 @@ import json
 import os
 import platform
 import statistics
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -141,7 +141,7 @@ class _Clock(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         # Of the batches that accumulate, those after a step have its number, too.
-        self._ends.setdefault(trainer.global_step, time.perf_counter())
+        self._ends.setdefault(trainer.global_step, perf_counter())
 
     def seconds(self, warm_up: int) -> float:
         """The median of the steps after the first ones."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -92,7 +92,7 @@ class MonitorMixin(_Base):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Ask for what is wanted of this step."""
-        self._start = time.perf_counter()
+        self._start = perf_counter()
         strategy: Any = trainer.strategy
         recorder = strategy.recorder
         if recorder is None:
@@ -111,7 +111,7 @@ class MonitorMixin(_Base):
         # A batch that was skipped has none of its own.
         if report is not None and report is not self._logged:
             self._num_samples += report.num_samples or 0
-            self._seconds += time.perf_counter() - self._start
+            self._seconds += perf_counter() - self._start
             if compat.logs_this_step(trainer):
                 self._log(trainer, report)
         self._logged = report

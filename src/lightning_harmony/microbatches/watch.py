@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import is_
+from time import perf_counter
 from types import FrameType
 from typing import Any
 
@@ -80,7 +80,7 @@ class Watch:
         self._carried, self._metrics = CarriedState(model), ReadMetrics(model)
         self._silent = Fingerprints(())
         self._of_layers: dict[int, set[str]] = defaultdict(set)
-        self._began = time.perf_counter()
+        self._began = perf_counter()
         self._spent = 0.0
 
     def begin(self, microbatch: int) -> None:
@@ -113,7 +113,7 @@ class Watch:
         """The microbatch calls a layer."""
         with self._timed():
             self._carried.at_call()
-        is_due = self._microbatch == 1 or self._spent <= _SHARE * (time.perf_counter() - self._began)
+        is_due = self._microbatch == 1 or self._spent <= _SHARE * (perf_counter() - self._began)
         if self._microbatch < 1 or not is_due:
             return
         with self._timed():
@@ -290,10 +290,10 @@ class Watch:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        before = time.perf_counter()
+        before = perf_counter()
         with torch._C.DisableTorchFunction():
             yield
-        self._spent += time.perf_counter() - before
+        self._spent += perf_counter() - before
 
     def conclude(self, known: KnownChanges, num_microbatches: int) -> str | None:
         """The step has ended: note what it changes; what speaks against taking turns, if anything does.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from time import perf_counter
 
 from torch.optim import Optimizer
 
@@ -28,7 +28,7 @@ class StepReports:
         """A step begins: what is counted from now on is its own. There is no engine where nothing is swapped."""
         if engine is not None:
             engine.begin_step()
-        self._start = time.perf_counter()
+        self._start = perf_counter()
 
     def write(
         self,
@@ -41,7 +41,7 @@ class StepReports:
     ) -> None:
         """A step has ended."""
         # In the first step, buffers go as the optimizer's state comes: what they took together is no more than either end.
-        seconds = time.perf_counter() - self._start
+        seconds = perf_counter() - self._start
         disk = engine.updater.streamed.disk
         read_bytes, written_bytes = disk.take_moved_bytes()
         before, self._state_bytes = self._state_bytes, self._state_size.num_bytes(optimizers) - disk.used_bytes
@@ -78,7 +78,7 @@ class StepReports:
             peak_bytes: the most that was seen to be on the device; None where nobody counts.
         """
         self.last = StepReport(
-            seconds=time.perf_counter() - self._start,
+            seconds=perf_counter() - self._start,
             swapped_in_bytes=Traffic().swapped_in,
             swapped_out_bytes=Traffic().swapped_out,
             transferred_bytes=0,

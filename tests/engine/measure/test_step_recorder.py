@@ -19,6 +19,7 @@ from lightning_harmony.plan.drawing.recording import Recording
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import Span
 from lightning_harmony.plan.values.task import Errand, Phase, Task
+from support.clocks import set_clock
 
 PLAN = Plan((("0",), ("1",)), (0, 1), 2, num_microbatches=2)
 
@@ -86,7 +87,7 @@ class Run:
         store = HostStore(list(model.parameters()), self.devices[0])
         layers = [SwappedLayer(i, str(i), layer, list(layer.parameters()), None) for i, layer in enumerate(model)]
         self.packs = [SwappedPack(index, [layer], store) for index, layer in enumerate(layers)]
-        monkeypatch.setattr("time.perf_counter", lambda: self.clock.now)
+        set_clock(monkeypatch, lambda: self.clock.now)
 
     def begin(self, *, busy: bool = False, record: bool = False) -> StepRecorder:
         self.recorder.measures_busy, self.recorder.records_next = busy, record

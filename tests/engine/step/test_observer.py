@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +24,7 @@ from lightning_harmony.engine.step.step import Grant
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Phase
+from support.clocks import set_clock
 
 
 class Leaving(Happened):
@@ -46,7 +46,7 @@ def test_a_turn_does_not_last_longer_for_buffers_that_are_made_once_and_for_room
 ) -> None:
     """The head of a large vocabulary was planned with ten times as long as it takes: its first turn makes large buffers."""
     now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    set_clock(monkeypatch, lambda: now)
 
     def lasting(seconds: float) -> None:
         nonlocal now
@@ -89,7 +89,7 @@ def test_a_turn_does_not_last_longer_for_buffers_that_are_made_once_and_for_room
 def test_what_a_lane_does_to_each_pack_is_timed_in_a_step_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane may go through several packs in one turn, and back, without their recompute."""
     now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    set_clock(monkeypatch, lambda: now)
     device, pool, traffic = VirtualDevice(None), HostPool(lambda size: torch.empty(size, dtype=torch.uint8)), Traffic()
     layers = [
         SwappedLayer(number, name, (m := nn.Linear(2, 2)), list(m.parameters())) for number, name in enumerate("ab")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -73,7 +73,7 @@ class HostMoment:
     """The host computes in the calling thread: the moment is now."""
 
     def __init__(self) -> None:
-        self._seconds = time.perf_counter()
+        self._seconds = perf_counter()
 
     def seconds_since(self, earlier: HostMoment) -> float:
         """By the clock."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import median_low
+from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 from lightning_harmony.engine.devices.device import Device
@@ -223,9 +223,9 @@ class Profiler:
         # The copy waits for what has been computed before: that is not to count.
         with device.scheduling():
             device.record().synchronize()
-        before, start = counted(), time.perf_counter()
+        before, start = counted(), perf_counter()
         yield
-        speed.note(counted() - before, time.perf_counter() - start)
+        speed.note(counted() - before, perf_counter() - start)
 
     @contextmanager
     def transferring(self, source: Device, target: Device, num_bytes: int) -> Iterator[None]:

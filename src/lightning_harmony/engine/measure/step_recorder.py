@@ -8,11 +8,11 @@ devices: there the calls of layers count alone.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 
 from torch import nn
 
@@ -148,7 +148,7 @@ class StepRecorder:
             plan=plan,
             in_full=in_full,
             origins=[device.moment() for device in self._devices] if in_full else [],
-            start_seconds=time.perf_counter(),
+            start_seconds=perf_counter(),
             work=[[] for _ in self._devices],
             memory=[[] for _ in self._devices],
             task=Task(0, Phase.FORWARD, 0),
@@ -188,7 +188,7 @@ class StepRecorder:
         if step.in_full:
             self.records_next = False
             # Less than that of the whole step where a first attempt was undone.
-            recorded = min(seconds, time.perf_counter() - step.start_seconds)
+            recorded = min(seconds, perf_counter() - step.start_seconds)
             self.recording = self._recording(step, recorded, num_microbatches, update)
         computed = [[work for work in several if _stream(work.task) == COMPUTE] for several in step.work]
         if not any(computed):

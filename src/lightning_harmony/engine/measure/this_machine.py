@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Callable
 from importlib.metadata import version
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -85,11 +85,11 @@ def _seconds(device: Device, work: Callable[[], object]) -> float:
     shortest = float("inf")
     for number in range(4):
         _synchronize(device)
-        start = time.perf_counter()
+        start = perf_counter()
         work()
         _synchronize(device)
         if number:
-            shortest = min(shortest, time.perf_counter() - start)
+            shortest = min(shortest, perf_counter() - start)
     return shortest
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 
 import torch
 
@@ -145,9 +145,9 @@ class Residents:
 
     def _await_update_there(self) -> bool:
         """Wait for an update on the device, or the oldest copy of sums; whether there was one."""
-        start = time.perf_counter()
+        start = perf_counter()
         has_waited = self.device.retire(wait=True)
-        self.waited_seconds += time.perf_counter() - start
+        self.waited_seconds += perf_counter() - start
         return has_waited
 
     def end_forward(self) -> None:
@@ -242,9 +242,9 @@ class Residents:
 
     def _await_room(self) -> bool:
         """Wait for the oldest copy that leaves room; whether there was one."""
-        start = time.perf_counter()
+        start = perf_counter()
         has_waited = self.stash.retire(wait=True) or self.device.retire(wait=True)
-        self.waited_seconds += time.perf_counter() - start
+        self.waited_seconds += perf_counter() - start
         return has_waited
 
     def prefetch(self, place: Place, reserved_bytes: int) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 
 from torch import Tensor
 
@@ -151,11 +151,11 @@ class HostPool:
             self.give(self._make(num_bytes), None)
 
     def _make(self, num_bytes: int) -> Tensor:
-        start = time.perf_counter()
+        start = perf_counter()
         # Without the lock: to page-lock a large buffer takes a tenth of a second.
         buffer = self._allocate(num_bytes)
         with self._lock:
-            self.making_seconds += time.perf_counter() - start
+            self.making_seconds += perf_counter() - start
             if num_bytes in self._trimmed:
                 self._trimmed.discard(num_bytes)
                 self._kept_steps[num_bytes] = 2 * self._kept_steps.get(num_bytes, KEPT_STEPS)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple
 
 from lightning_harmony.engine.devices.device import Device
@@ -201,7 +201,7 @@ class Observer:
         When they do depends on the plan, and replay tells. So it does while weights are copied that are waited for.
         """
         waited = sum(residents.waited_seconds for residents in self._placement.residents)
-        return time.perf_counter() - self._pool.making_seconds - waited - self._copying_seconds
+        return perf_counter() - self._pool.making_seconds - waited - self._copying_seconds
 
     def _note_seconds(self, granted: Grant, device: Device, observation: Observation) -> None:
         """Keep how long a turn in a layer took, and what it stashed."""
@@ -277,9 +277,9 @@ class Observer:
     @contextmanager
     def copying(self) -> Iterator[None]:
         """The context of a copy of weights that the host waits for."""
-        before = time.perf_counter()
+        before = perf_counter()
         yield
-        self._copying_seconds += time.perf_counter() - before
+        self._copying_seconds += perf_counter() - before
 
     def note_found(self, residents: Residents, place: Place) -> None:
         """Keep what lanes have on a device when the first comes to a layer there."""

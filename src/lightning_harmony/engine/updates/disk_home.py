@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -84,13 +84,13 @@ class DiskHome:
         tried = [store.empty(shape, (1,), torch.uint8) for _ in range(_NUM_TRIED)]
         # The first writing has the file system find blocks.
         self._write(tried)
-        start = time.perf_counter()
+        start = perf_counter()
         loans = [self.borrow([tensor], reads=True) for tensor in tried]
         self._write(tried)
         for loan in loans:
             loan.arrive()
             loan.drop()
-        self.bytes_per_second = _NUM_TRIED * shape.numel() / (time.perf_counter() - start)
+        self.bytes_per_second = _NUM_TRIED * shape.numel() / (perf_counter() - start)
         self.take_moved_bytes()
         self.take_waited_seconds()
 
@@ -191,9 +191,9 @@ class DiskHome:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """The context in which an update waits for the disk."""
-        start = time.perf_counter()
+        start = perf_counter()
         yield
-        self._waited_seconds += time.perf_counter() - start
+        self._waited_seconds += perf_counter() - start
 
     def settle(self) -> None:
         """Wait until all is on the disk that was sent there.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.values.memory_size import format_bytes
 
-# Told the parameters of a piece of an update, and its beginning and end by `time.perf_counter`.
+# Told the parameters of a piece of an update, and its beginning and end by `perf_counter`.
 UpdateHeard = Callable[[Iterable[nn.Parameter], float, float], None]
 # While it waits for an update, the host looks this often whether there is something else to do.
 _GLANCE_SECONDS = 2e-4
@@ -32,12 +33,12 @@ class Running:
 
     Attributes:
         parameters: what it updates.
-        since: when it began, or went on, by `time.perf_counter`.
+        since: when it began, or went on, by `perf_counter`.
         seconds: what it took before.
     """
 
     parameters: Iterable[nn.Parameter]
-    since: float = field(default_factory=time.perf_counter)
+    since: float = field(default_factory=perf_counter)
     seconds: float = 0.0
 
 
@@ -65,7 +66,7 @@ class Overlap:
         """An update begins, in the thread of any queue."""
         with self._lock:
             if self._num_running == 0:
-                self._since = time.perf_counter()
+                self._since = perf_counter()
             self._num_running += 1
 
     def end(self) -> None:
@@ -73,7 +74,7 @@ class Overlap:
         with self._lock:
             self._num_running -= 1
             if self._num_running == 0:
-                self.busy_seconds += time.perf_counter() - self._since
+                self.busy_seconds += perf_counter() - self._since
 
     def take_hidden(self) -> float:
         """The share of the updates' seconds in which other work went on, since this was last asked; 0 without an update."""
@@ -100,7 +101,7 @@ class Overlap:
         idle_since: float | None = None
         while not all(event.done() for event in events):
             if idle_since is None and all(event.done() for event in computed):
-                idle_since = time.perf_counter()
+                idle_since = perf_counter()
             if not meanwhile() and idle_since is not None:
                 break
             time.sleep(_GLANCE_SECONDS)
@@ -112,7 +113,7 @@ class Overlap:
             self.failure = error
             raise
         if idle_since is not None:
-            self.waited_seconds += time.perf_counter() - idle_since
+            self.waited_seconds += perf_counter() - idle_since
 
 
 class UpdateQueue:
@@ -176,7 +177,7 @@ class UpdateQueue:
             self._overlap.end()
             self._running = interrupted
             if interrupted is not None:
-                interrupted.since = time.perf_counter()
+                interrupted.since = perf_counter()
         disk_seconds = self.streamed.take_disk_seconds()
         if num_bytes:
             self._speed.note(num_bytes, running.seconds - disk_seconds)
@@ -192,7 +193,7 @@ class UpdateQueue:
         )
 
     def _pause(self, running: Running) -> None:
-        end = time.perf_counter()
+        end = perf_counter()
         running.seconds += end - running.since
         self._overlap.on_update(running.parameters, running.since, end)
 

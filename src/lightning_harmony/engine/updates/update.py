@@ -64,7 +64,7 @@ class Updater:
         pool: where the buffers of gradients return to.
         streamed: of each device, updates parameters that can be updated by themselves.
         spared_cores: the cores of the processor that updates leave to who launches the devices' work.
-        on_update: told the parameters of each piece of an update, and its beginning and end by `time.perf_counter`.
+        on_update: told the parameters of each piece of an update, and its beginning and end by `perf_counter`.
 
     Attributes:
         overlap: of all updates.
