@@ -16,6 +16,7 @@ from support.lightning_fits import (
     NUM_STEPS,
     Manual,
     Model,
+    fit_plain,
     harmony,
     loader,
     trainer_for,
@@ -340,6 +341,21 @@ def test_after_an_error_nothing_is_logged(results):
     assert list(results) == ["training_step.a"]
 
 
+def test_a_microbatch_reads_what_it_has_logged_itself(results):
+    metric = MeanMetric()
+    results.log("training_step", "earlier", torch.tensor(7.0), **BOTH)
+    with MicrobatchLogs(results, [1, 1]) as logs:
+        for microbatch, value in enumerate((1.0, 3.0)):
+            logs.microbatch = microbatch
+            metric(value)
+            results.log("training_step", "a", torch.tensor(value), **BOTH)
+            results.log("training_step", "metric", metric, **BOTH)
+        for microbatch, value in enumerate((1.0, 3.0)):
+            logs.microbatch = microbatch
+            assert values(results, on_step=True) == {"earlier_step": 7.0, "a_step": value, "metric_step": value}
+    assert values(results, on_step=True) == {"earlier_step": 7.0, "a_step": 2.0, "metric_step": 2.0}
+
+
 def test_without_a_collection_there_is_nothing_to_do():
     with MicrobatchLogs(None, [1, 1]) as logs:
         logs.microbatch = 1
@@ -364,6 +380,35 @@ class ObserverOfAll:
 
     def on_train_end(self, trainer, module):
         self.shown.append(dict(trainer.callback_metrics))
+
+
+class Reading(Model):
+    """Looks at its metrics in the step that has logged them, and behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_steps, self.behind_steps = [], []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        shown = [self.trainer.callback_metrics, self.trainer.logged_metrics]
+        self.in_steps.append((loss.item(), *(metrics["loss_step"].item() for metrics in shown), *map(sorted, shown)))
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.behind_steps.append(self.trainer.callback_metrics["loss_step"].item())
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+def test_a_step_reads_the_metrics_that_it_has_logged():
+    """A step found none of its metrics in the first batch, and those of the batch before in all others."""
+    plain, split = Reading(), Reading()
+    fit_plain(plain)
+    trainer_for(harmony()).fit(split, loader())
+    assert all(loss == shown == to_logger for loss, shown, to_logger, *_ in split.in_steps)
+    assert sorted(split.in_steps) == sorted(plain.in_steps)
+    whole = torch.tensor(plain.behind_steps).unflatten(0, (-1, NUM_MICROBATCHES)).mean(1)
+    torch.testing.assert_close(torch.tensor(split.behind_steps), whole)
 
 
 @pytest.mark.filterwarnings("ignore:.*microbatches' losses")

@@ -91,6 +91,7 @@ class MicrobatchLogs:
     Entering replaces the method `log` of Lightning's result collection, on that instance. Leaving puts it back and logs
     each key once, in the order in which the first microbatch logged them; a key that a step logs twice, twice. After an
     exception nothing is logged. Calls of different microbatches may interleave, but not overlap: one thread at a time.
+    Code of a microbatch that reads metrics, as from `trainer.callback_metrics`, finds what it has logged itself.
 
     Means are weighted by `batch_size` where it is given and else by the microbatch's size. A torchmetrics object keeps
     its state, which has seen every microbatch; only its value for the step is merged.
@@ -116,7 +117,8 @@ class MicrobatchLogs:
 
     def __enter__(self) -> MicrobatchLogs:
         if self._results is not None:
-            self._results.log = self._hold_back
+            self._results.log, self._results.metrics = self._hold_back, self._metrics
+            self._is_filled = compat.fill_if_empty(self._results)
         return self
 
     def __exit__(
@@ -124,7 +126,9 @@ class MicrobatchLogs:
     ) -> None:
         if self._results is None:
             return
-        del self._results.log
+        del self._results.log, self._results.metrics
+        if self._is_filled:
+            self._results.clear()
         if kind is None:
             for calls in _corresponding(self._calls):
                 self._replay(calls)
@@ -144,6 +148,18 @@ class MicrobatchLogs:
             options=options,
         )
         self._calls.append(call)
+
+    def _metrics(self, on_step: bool) -> Any:
+        """Return the metrics as Lightning does, with those that the running microbatch has logged in this step."""
+        kind = type(self._results)
+        own = kind(self._results.training)
+        for call in self._calls:
+            if call.microbatch == self.microbatch and isinstance(call.step_value, Tensor):
+                own.log(call.fx, call.name, call.step_value, batch_size=call.weight, **call.options)
+        metrics = kind.metrics(self._results, on_step)
+        for values, logged in zip(metrics.values(), own.metrics(on_step).values(), strict=True):
+            values.update(logged)
+        return metrics
 
     def _replay(self, calls: list[_Call]) -> None:
         """Log corresponding calls of different microbatches as one, or as they are if they cannot be one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 from packaging.version import Version
@@ -125,6 +126,17 @@ def _fabric(environment: Any, part: str) -> Any:
 def logged_results(trainer: Any) -> Any:
     """What `self.log` collects in; None in loops that do not log."""
     return trainer._results
+
+
+def fill_if_empty(results: Any) -> bool:
+    """Have Lightning look for metrics in a collection that has none: it does not ask an empty one; whether it was empty.
+
+    Args:
+        results: of `logged_results`. What it gets is taken for a metric that was reset.
+    """
+    if is_empty := not results:
+        results["nothing"] = SimpleNamespace(has_reset=True, is_tensor=False, meta=SimpleNamespace(fx=None))
+    return is_empty
 
 
 def logs_this_step(trainer: Any) -> bool:
