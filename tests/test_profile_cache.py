@@ -297,7 +297,7 @@ class TestFiles:
         data = json.loads(file.read_text())
         data["sizes"][0]["layers"][0]["forward_seconds"] = float("nan")
         file.write_text(json.dumps(data))
-        with pytest.warns(UserWarning, match=r"layers\[0\].forward_seconds is nan, where a number from 0"):
+        with pytest.warns(UserWarning, match=r"layers\[0\].forward_seconds: Expected `float` >= 0"):
             train(folder)
 
     def test_no_half_file_is_left_where_writing_fails(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,19 +109,17 @@ class TestNonsense:
         data["profile"]["layers"][1]["backward_seconds"] = float("nan")
         file = tmp_path / "plan.json"
         file.write_text(json.dumps(data))
-        with pytest.raises(
-            PlanError, match=r"plan\.profile\.layers\[1\]\.backward_seconds is nan, where a number from 0"
-        ):
+        with pytest.raises(PlanError, match=r"plan\.profile\.layers\[1\]\.backward_seconds: Expected `float` >= 0"):
             read_plan(file)
 
     def test_the_field_of_a_plan_that_is_no_file_is_named(self) -> None:
         profile = Profile((Cost("layer 0", -5, 10),))
-        with pytest.raises(PlanError, match=r"plan\.profile\.layers\[0\]\.weight_bytes is -5"):
+        with pytest.raises(PlanError, match=r"plan\.profile\.layers\[0\]\.weight_bytes: Expected `int` >= 0"):
             read_plan(replace(PLAN, profile=profile))
 
     def test_a_speed_of_nothing_is_refused(self) -> None:
         profile = Profile((Cost("layer 0", 5, 10),), MachineLimits(None, 0.0))
-        with pytest.raises(PlanError, match=r"swap_in_bytes_per_second is 0\.0, where a speed above 0"):
+        with pytest.raises(PlanError, match=r"swap_in_bytes_per_second: Expected `float` > 0"):
             read_plan(replace(PLAN, profile=profile))
 
     @pytest.mark.parametrize("change", [{"num_microbatches": 10**12}, {"num_devices": 10**12}])

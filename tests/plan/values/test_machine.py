@@ -24,13 +24,13 @@ def test_a_type_that_is_not_listed_is_as_slow_as_the_slowest() -> None:
     ("change", "message"),
     [
         ({"speed": 3}, "machine has 'speed', which is not known"),
-        ({"swap_in_bytes_per_second": 0}, "machine.swap_in_bytes_per_second is 0, where a speed above 0"),
-        ({"swap_in_bytes_per_second": float("inf")}, "machine.swap_in_bytes_per_second is inf, where a number"),
+        ({"swap_in_bytes_per_second": 0}, "machine.swap_in_bytes_per_second: Expected `float` > 0"),
+        ({"swap_in_bytes_per_second": float("inf")}, "machine.swap_in_bytes_per_second: Expected `float` <= 9"),
         ({"flops_per_second": {}}, "flops_per_second is empty"),
-        ({"flops_per_second": {"float32": 0}}, "machine.flops_per_second.float32 is 0, where a speed above 0"),
-        ({"flops_per_second": {"float32": "fast"}}, "machine.flops_per_second.float32 is 'fast', where float"),
-        ({"host_bytes": -1}, "machine.host_bytes is -1, where a number from 0"),
-        ({"host_bytes": True}, "machine.host_bytes is True, where int"),
+        ({"flops_per_second": {"float32": 0}}, r"machine.flops_per_second\[...\]: Expected `float` > 0"),
+        ({"flops_per_second": {"float32": "fast"}}, r"machine.flops_per_second\[...\]: Expected `float`, got `str`"),
+        ({"host_bytes": -1}, "machine.host_bytes: Expected `int` >= 0"),
+        ({"host_bytes": True}, r"machine.host_bytes: Expected `int \| null`, got `bool`"),
     ],
 )
 def test_what_describes_no_machine_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:

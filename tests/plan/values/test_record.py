@@ -99,9 +99,9 @@ class TestRefuses:
     @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
     def test_what_cannot_be_measured(self, value: Any) -> None:
         layers = tuple(replace(cost, backward_seconds=value) for cost in costs(2))
-        self.refuse(replace(record(2), sizes=(SeenSize(2, layers),)), "backward_seconds is .* a number from 0")
+        self.refuse(replace(record(2), sizes=(SeenSize(2, layers),)), "backward_seconds: Expected `float`")
         self.refuse(
-            replace(record(2), machine=MachineLimits(None, value)), "swap_in_bytes_per_second is .* a number from 0"
+            replace(record(2), machine=MachineLimits(None, value)), "swap_in_bytes_per_second: Expected `float`"
         )
 
 

@@ -1,6 +1,5 @@
 """A recording: what a training step was seen to do, with the plan that it ran by. It is written to JSON and read back."""
 
-import json
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -12,12 +11,11 @@ from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import Prediction
 from lightning_harmony.plan.values.streams import STREAM_OF
 from lightning_harmony.plan.values.task import Phase
-from lightning_harmony.plan.values.values import decode, encode
 
 # A reader of one version refuses all others: a step is quickly recorded anew.
 _KIND = DocumentKind(
     "lightning-harmony recording",
-    2,
+    3,
     "recorded step",
     "recording",
     origin=". HarmonyMonitor(trace_step=...) writes one",
@@ -57,8 +55,7 @@ class Recording:
 
     def to_json(self) -> str:
         """The recording as JSON, which `from_json` reads."""
-        plan, measured = json.loads(self.plan.to_json()), encode(self.measured)
-        return json.dumps({**_KIND.head(), "plan": plan, "measured": measured, "update": self.update})
+        return _KIND.write(self)
 
     @classmethod
     def from_json(cls, text: str) -> "Recording":
@@ -67,10 +64,7 @@ class Recording:
         Raises:
             PlanError: if it is something else, or contradicts itself.
         """
-        data = _KIND.read(text)
-        plan = Plan.from_json(json.dumps(data.get("plan")))
-        update = decode(str, data.get("update"), "update")
-        recording = cls(plan, decode(Prediction, data.get("measured"), "measured"), update)
+        recording = _KIND.read(text, cls)
         _refuse_contradictions(recording)
         return recording
 
@@ -106,7 +100,7 @@ def _refuse_contradictions(recording: Recording) -> None:
                 raise PlanError(f"{span.task} on device {number}: there is no pack {span.task.pack}")
             if STREAM_OF.get(span.task.kind) != span.stream:
                 raise PlanError(f"{span.task} on device {number} is on stream {span.stream!r}, where it never runs")
-            if not 0 <= span.start_seconds <= span.end_seconds:
+            if span.start_seconds > span.end_seconds:
                 raise PlanError(
                     f"{span.task} on device {number} runs from {span.start_seconds} s to {span.end_seconds} s"
                 )

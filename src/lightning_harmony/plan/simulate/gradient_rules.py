@@ -18,7 +18,7 @@ from lightning_harmony.plan.simulate.replay_state import (
 from lightning_harmony.plan.simulate.update_stream import Staying, room_on_host_at
 from lightning_harmony.plan.values.host_need import RING
 from lightning_harmony.plan.values.streams import COMPUTE
-from lightning_harmony.plan.values.task import Errand, Phase
+from lightning_harmony.plan.values.task import Errand, Kind, Phase
 
 
 @dataclass
@@ -64,7 +64,7 @@ class GradientRules:
         self._made: dict[tuple[int, int], Made] = {}
         # By pack and device, when they are on the host.
         self._sent: dict[int, dict[int, float]] = {}
-        self.handlers: Mapping[Phase | Errand, Handler] = {
+        self.handlers: Mapping[Kind, Handler] = {
             Errand.SWAP_OUT: self._swap_out,
             Errand.PARK: self._park,
             Errand.UNPARK: self._unpark,

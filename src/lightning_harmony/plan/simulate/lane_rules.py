@@ -16,7 +16,7 @@ from lightning_harmony.plan.simulate.replay_state import (
     seconds_of,
 )
 from lightning_harmony.plan.values.streams import COMPUTE
-from lightning_harmony.plan.values.task import Errand, Phase, Task
+from lightning_harmony.plan.values.task import Errand, Kind, Phase, Task
 
 
 class LaneRules:
@@ -32,7 +32,7 @@ class LaneRules:
 
     def __init__(self, state: ReplayState, gradients: GradientRules) -> None:
         self._state, self._gradients = state, gradients
-        self.handlers: Mapping[Phase | Errand, Handler] = {
+        self.handlers: Mapping[Kind, Handler] = {
             Phase.FORWARD: self._forward,
             Phase.BACKWARD: self._backward,
             Errand.SWAP_IN: self._swap_in,

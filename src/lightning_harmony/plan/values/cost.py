@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_harmony.plan.values.document import Count, Seconds
+
 # What is timed of a layer; all else is counted.
 SECONDS = ("forward_seconds", "backward_seconds", "recompute_seconds")
 
@@ -38,24 +40,24 @@ class Cost:
     """
 
     name: str
-    weight_bytes: int
-    gradient_bytes: int
-    forward_work_bytes: int = 0
-    backward_work_bytes: int = 0
-    graph_bytes: int = 0
-    copied_bytes: int = 0
-    input_bytes: int = 0
-    stash_bytes: int = 0
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
-    recompute_seconds: float = 0.0
-    staging_bytes: int = 0
-    arriving_bytes: int = 0
-    returning_bytes: int = 0
-    glue_stash_bytes: int = 0
-    master_bytes: int = 0
-    disk_bytes: int = 0
-    optimizer_bytes: int = 0
+    weight_bytes: Count
+    gradient_bytes: Count
+    forward_work_bytes: Count = 0
+    backward_work_bytes: Count = 0
+    graph_bytes: Count = 0
+    copied_bytes: Count = 0
+    input_bytes: Count = 0
+    stash_bytes: Count = 0
+    forward_seconds: Seconds = 0.0
+    backward_seconds: Seconds = 0.0
+    recompute_seconds: Seconds = 0.0
+    staging_bytes: Count = 0
+    arriving_bytes: Count = 0
+    returning_bytes: Count = 0
+    glue_stash_bytes: Count = 0
+    master_bytes: Count = 0
+    disk_bytes: Count = 0
+    optimizer_bytes: Count = 0
 
     @property
     def seconds(self) -> dict[str, Any]:

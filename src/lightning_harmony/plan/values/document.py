@@ -1,10 +1,22 @@
-"""A JSON document that says in its head what it is, and of which version."""
+"""JSON documents of values: frozen dataclasses as text that tells its format and version, checked when it is read."""
 
 import json
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, TypeVar, cast
+
+from msgspec import Meta, ValidationError, convert, to_builtins
 
 from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.values.task import KINDS, Kind
+
+T = TypeVar("T")
+
+# The largest number that fits a signed integer of 64 bits.
+_LARGEST = 2**63 - 1
+# Bytes, positions and numbers of things; seconds; and what is done in a second.
+Count = Annotated[int, Meta(ge=0, le=_LARGEST)]
+Seconds = Annotated[float, Meta(ge=0, le=_LARGEST)]
+Speed = Annotated[float, Meta(gt=0, le=_LARGEST)]
 
 
 @dataclass(frozen=True)
@@ -27,12 +39,13 @@ class DocumentKind:
     origin: str = ""
     way_out: str = ""
 
-    def head(self) -> dict[str, Any]:
-        """What a document begins with."""
-        return {"format": self.format, "version": self.version}
+    def write(self, value: object) -> str:
+        """A dataclass as a document, which `read` reads."""
+        head = {"format": self.format, "version": self.version}
+        return json.dumps({**head, **to_builtins(value)}, indent=1)
 
-    def read(self, text: str) -> dict[str, Any]:
-        """What a document holds behind its head.
+    def read(self, text: str, expected: type[T]) -> T:
+        """The dataclass that a document holds.
 
         Raises:
             PlanError: if it is something else, or of another version.
@@ -48,4 +61,45 @@ class DocumentKind:
             raise PlanError(
                 f"the {self.short_name} has version {version!r}, but this release reads version {self.version}{self.way_out}"
             )
-        return data
+        return decode(expected, data, self.short_name)
+
+
+def decode(expected: type[T], data: Any, name: str) -> T:
+    """Read a dataclass from JSON.
+
+    Args:
+        expected: the dataclass.
+        data: from JSON.
+        name: what errors call it.
+
+    Raises:
+        PlanError: if anything is missing, unknown, of another type, or out of range.
+    """
+    try:
+        value = convert(data, expected, dec_hook=_decode_kind)
+    except ValidationError as error:
+        problem, _, path = str(error).partition(" - at `$")
+        raise PlanError(f"{name}{path.rstrip('`')}: {problem}") from error
+    # Of a dataclass, msgspec takes names that it does not know, and what it has left out it would not encode.
+    _refuse_other_names(data, asdict(cast(Any, value)), name)
+    return value
+
+
+def _decode_kind(expected: type, data: Any) -> Kind:
+    if expected is not Kind or data not in [*KINDS]:
+        raise ValueError(f"Expected one of {', '.join(KINDS)}, got {data!r}")
+    return KINDS[data]
+
+
+def _refuse_other_names(data: Any, known: Any, name: str) -> None:
+    """Refuse names that no field has, and fields that have defaults but are missing."""
+    if isinstance(known, dict):
+        for field in dict.fromkeys([*data, *known]):
+            if field not in data:
+                raise PlanError(f"{name} has no {field!r}")
+            if field not in known:
+                raise PlanError(f"{name} has {field!r}, which is not known")
+            _refuse_other_names(data[field], known[field], f"{name}.{field}")
+    elif isinstance(known, tuple):
+        for number, (one, other) in enumerate(zip(data, known, strict=False)):
+            _refuse_other_names(one, other, f"{name}[{number}]")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.values.card_memory import usable_bytes
-from lightning_harmony.plan.values.values import decode
+from lightning_harmony.plan.values.document import Count, Seconds, Speed, decode
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Machine:
     """
 
     name: str
-    flops_per_second: Mapping[str, float]
-    memory_bytes_per_second: float
-    swap_in_bytes_per_second: float
-    swap_out_bytes_per_second: float
-    updated_parameters_per_second: float
-    operation_seconds: float
-    call_seconds: float
-    host_bytes: int | None = None
-    device_bytes: int | None = None
-    library_bytes: int = 0
+    flops_per_second: Mapping[str, Speed]
+    memory_bytes_per_second: Speed
+    swap_in_bytes_per_second: Speed
+    swap_out_bytes_per_second: Speed
+    updated_parameters_per_second: Speed
+    operation_seconds: Seconds
+    call_seconds: Seconds
+    host_bytes: Count | None = None
+    device_bytes: Count | None = None
+    library_bytes: Count = 0
 
     def flops_per_second_of(self, dtype: str) -> float:
         """The rate for a type; that of the slowest one for a type that isn't listed."""

@@ -12,12 +12,11 @@ from math import inf
 from typing import Literal
 
 from lightning_harmony.plan.values.cost import Cost
-from lightning_harmony.plan.values.document import DocumentKind
+from lightning_harmony.plan.values.document import Count, DocumentKind, Seconds
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.printed import Printed
 from lightning_harmony.plan.values.profile import Profile
 from lightning_harmony.plan.values.task import Phase
-from lightning_harmony.plan.values.values import decode, encode
 
 # A reader of one version refuses all others: plans are quickly made anew.
 _KIND = DocumentKind("lightning-harmony plan", 11, "plan", "plan", way_out=": plan anew")
@@ -32,8 +31,8 @@ class Predicted:
         peak_bytes: the most on each device.
     """
 
-    seconds: float
-    peak_bytes: tuple[int, ...]
+    seconds: Seconds
+    peak_bytes: tuple[Count, ...]
 
 
 # How packs are placed on several devices: the microbatches go round, or the packs do.
@@ -78,18 +77,18 @@ class Plan(Printed):
     """
 
     packs: tuple[tuple[str, ...], ...]
-    visits: tuple[int, ...]
-    first_fused: int
-    kept: frozenset[int] = frozenset()
-    joined: frozenset[int] = frozenset()
-    device_updated: frozenset[int] = frozenset()
-    state_on_device: frozenset[int] = frozenset()
-    spread: frozenset[int] = frozenset()
-    num_devices: int = 1
+    visits: tuple[Count, ...]
+    first_fused: Count
+    kept: frozenset[Count] = frozenset()
+    joined: frozenset[Count] = frozenset()
+    device_updated: frozenset[Count] = frozenset()
+    state_on_device: frozenset[Count] = frozenset()
+    spread: frozenset[Count] = frozenset()
+    num_devices: Count = 1
     parallel: Parallel = "pipeline"
-    num_microbatches: int | None = None
+    num_microbatches: Count | None = None
     reuse: Reuse = "just-in-time"
-    lookahead: int = LOOKAHEAD
+    lookahead: Count = LOOKAHEAD
     fingerprint: str = ""
     profile: Profile | None = None
     predicted: Predicted | None = None
@@ -168,7 +167,7 @@ class Plan(Printed):
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads."""
-        return json.dumps({**_KIND.head(), **encode(self)}, indent=1)
+        return _KIND.write(self)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -177,7 +176,7 @@ class Plan(Printed):
         Raises:
             PlanError: if it is something else. Whether a step can run by it is told by `replay.refuse_invalid`.
         """
-        return decode(cls, _KIND.read(text), "plan")
+        return _KIND.read(text, cls)
 
     def keeps_graph(self, position: int) -> bool:
         """Whether the visit at a position of the forward keeps graphs for its backward, so that it stashes nothing."""

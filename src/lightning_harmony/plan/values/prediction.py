@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_harmony.plan.values.document import Count, Seconds
 from lightning_harmony.plan.values.task import Task
 
 
@@ -12,8 +13,8 @@ class Span(NamedTuple):
 
     task: Task
     stream: str
-    start_seconds: float
-    end_seconds: float
+    start_seconds: Seconds
+    end_seconds: Seconds
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ class DevicePrediction:
     """
 
     spans: tuple[Span, ...]
-    peak_bytes: int
-    bound_bytes: int
-    memory: tuple[tuple[float, int], ...]
-    compute_seconds: float
-    swapped_in_bytes: Mapping[str, int]
-    swapped_out_bytes: Mapping[str, int]
-    transferred_bytes: int
+    peak_bytes: Count
+    bound_bytes: Count
+    memory: tuple[tuple[Seconds, Count], ...]
+    compute_seconds: Seconds
+    swapped_in_bytes: Mapping[str, Count]
+    swapped_out_bytes: Mapping[str, Count]
+    transferred_bytes: Count
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Prediction:
         devices: for each device.
     """
 
-    seconds: float
+    seconds: Seconds
     devices: tuple[DevicePrediction, ...]
 
     @property

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from lightning_harmony.plan.values.cost import SECONDS, Cost, pack_cost
+from lightning_harmony.plan.values.document import Count, Speed
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.printed import Printed, table_lines
 
@@ -32,13 +33,13 @@ class MachineLimits:
             memory of their own, of which what one has left is of no use to the other at once.
     """
 
-    capacity_bytes: int | None = None
-    swap_in_bytes_per_second: float | None = None
-    swap_out_bytes_per_second: float | None = None
-    transfer_bytes_per_second: float | None = None
-    update_bytes_per_second: float | None = None
-    disk_bytes_per_second: float | None = None
-    occupied_bytes: int = 0
+    capacity_bytes: Count | None = None
+    swap_in_bytes_per_second: Speed | None = None
+    swap_out_bytes_per_second: Speed | None = None
+    transfer_bytes_per_second: Speed | None = None
+    update_bytes_per_second: Speed | None = None
+    disk_bytes_per_second: Speed | None = None
+    occupied_bytes: Count = 0
     updates_outlast: bool = True
     updates_in_place: bool = False
     state_may_stay: bool = False

@@ -1,15 +1,13 @@
 """The record: what steps of a model were seen to do on a machine, kept from one fit to the next."""
 
-import json
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.values.cost import Cost
-from lightning_harmony.plan.values.document import DocumentKind
+from lightning_harmony.plan.values.document import Count, DocumentKind
 from lightning_harmony.plan.values.line import on_line
 from lightning_harmony.plan.values.profile import MachineLimits
-from lightning_harmony.plan.values.values import decode, encode
 
 # A reader of one version refuses all others: a record is quickly made anew.
 _KIND = DocumentKind("lightning-harmony profile", 8, "profile", "profile")
@@ -39,7 +37,7 @@ class SeenSize:
         layers: the cost of each.
     """
 
-    num_elements: int
+    num_elements: Count
     layers: tuple[Cost, ...]
 
 
@@ -53,7 +51,7 @@ class NarrowWeights:
     """
 
     layer: str
-    numbers: tuple[int, ...]
+    numbers: tuple[Count, ...]
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class Record:
 
     def to_json(self) -> str:
         """The record as JSON, which `from_json` reads."""
-        return json.dumps({**_KIND.head(), **encode(self)}, indent=1)
+        return _KIND.write(self)
 
     @classmethod
     def from_json(cls, text: str) -> "Record":
@@ -115,7 +113,7 @@ class Record:
         Raises:
             PlanError: if it is something else, or contradicts itself.
         """
-        record = decode(cls, _KIND.read(text), "profile")
+        record = _KIND.read(text, cls)
         _refuse_contradictions(record)
         return record
 
@@ -137,7 +135,7 @@ def _scaled(cost: Cost, factor: float) -> Cost:
 
 def _refuse_contradictions(record: Record) -> None:
     sizes = [size.num_elements for size in record.sizes]
-    if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 0:
+    if not sizes or sizes != sorted(set(sizes)):
         raise PlanError(f"the sizes of a profile's microbatches have to grow, but are {sizes}")
     names = [cost.name for cost in record.sizes[0].layers]
     if len(set(names)) < len(names) or any([cost.name for cost in size.layers] != names for size in record.sizes):

@@ -1,10 +1,10 @@
 """Streams: what runs beside what. Each device has one of each kind, and the host has one for updates."""
 
-from lightning_harmony.plan.values.task import Errand, Phase
+from lightning_harmony.plan.values.task import Errand, Kind, Phase
 
 COMPUTE, UPDATE = "compute", "update"
 STREAMS = ("swap-in", "stash-in", "transfer", "gather", COMPUTE, "swap-out", UPDATE)
-STREAM_OF: dict[Phase | Errand, str] = {
+STREAM_OF: dict[Kind, str] = {
     Phase.FORWARD: COMPUTE,
     Phase.BACKWARD: COMPUTE,
     Errand.SWAP_IN: "swap-in",

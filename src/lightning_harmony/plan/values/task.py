@@ -2,17 +2,23 @@
 
 import re
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 
-class Phase(Enum):
+class Kind:
+    """What a task does: a phase, or an errand for one."""
+
+    value: str
+
+
+class Phase(Kind, Enum):
     """Which way a lane goes through a pack."""
 
     FORWARD = "F"
     BACKWARD = "B"
 
 
-class Errand(Enum):
+class Errand(Kind, Enum):
     """What is done for the phases: the copies, and the update.
 
     Attributes:
@@ -44,9 +50,7 @@ class Errand(Enum):
     REDUCE = "REDUCE"
 
 
-Kind: TypeAlias = Phase | Errand
-
-_KINDS: dict[str, Kind] = {kind.value: kind for kinds in (Phase, Errand) for kind in kinds}
+KINDS: dict[str, Kind] = {kind.value: kind for kinds in (Phase, Errand) for kind in kinds}
 _WITHOUT_NUMBER = frozenset({Errand.SWAP_IN, Errand.EVICT, Errand.SWAP_OUT, Errand.PARK, Errand.UPDATE})
 _TASK = re.compile(r"([0-9]+)([A-Z_]+)([0-9]*)")
 
@@ -78,10 +82,10 @@ class Task(NamedTuple):
             ValueError: if ``text`` is not a task.
         """
         match = _TASK.fullmatch(text)
-        kind = _KINDS.get(match[2]) if match is not None else None
+        kind = KINDS.get(match[2]) if match is not None else None
         if match is None or kind is None or (kind in _WITHOUT_NUMBER) == bool(match[3]):
             raise ValueError(
-                f"{text!r} is not a task: expected <pack><{'|'.join(_KINDS)}><microbatch>, as in '3F0', where "
-                f"{', '.join(name for name, kind in _KINDS.items() if kind in _WITHOUT_NUMBER)} have no microbatch"
+                f"{text!r} is not a task: expected <pack><{'|'.join(KINDS)}><microbatch>, as in '3F0', where "
+                f"{', '.join(name for name, kind in KINDS.items() if kind in _WITHOUT_NUMBER)} have no microbatch"
             )
         return cls(int(match[1]), kind, int(match[3]) if match[3] else None)
