@@ -209,7 +209,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.F
     """No test depends on what another one has measured, or on what is in the user's folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if not request.config.getoption("--profile-cache"):
-        monkeypatch.setattr("lightning_harmony.setup.profile_cache.default_folder", lambda: None)
+        monkeypatch.setattr("lightning_harmony.engine.measure.profile_cache.default_folder", lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -17,13 +17,13 @@ import torch
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.measure.profile_cache import ProfileCache
 from lightning_harmony.engine.step.fit_record import CHECKED_STEPS
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.planning import TIMED_STEP, Planner
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.record import Record
-from lightning_harmony.setup.profile_cache import ProfileCache
 from support import nets
 from support.same_training import SEED, Net, Training, compare, room, train_harmony, train_plain
 from support.sampling import combined
@@ -325,7 +325,7 @@ class TestFiles:
         assert list(folder.iterdir()) == [file]
 
     def test_the_default_folder_is_the_users_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from lightning_harmony.setup import profile_cache
+        from lightning_harmony.engine.measure import profile_cache
 
         monkeypatch.undo()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

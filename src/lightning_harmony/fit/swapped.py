@@ -12,6 +12,7 @@ import torch
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.origin import origin_of
+from lightning_harmony.engine.measure.profile_cache import ProfileCache
 from lightning_harmony.engine.model.decompose import Layer, find_layers
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.step.assembly import assemble
@@ -31,7 +32,6 @@ from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.reporting.fit_summary import FitSummary
 from lightning_harmony.reporting.step_reports import StepReports
 from lightning_harmony.setup.lightning_tree import LightningTree
-from lightning_harmony.setup.profile_cache import ProfileCache
 from lightning_harmony.setup.refusals import (
     refuse_composed,
     refuse_scripted,

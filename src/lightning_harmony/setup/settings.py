@@ -16,11 +16,11 @@ from lightning_harmony.engine.batches.split import microbatch_sizes
 from lightning_harmony.engine.devices.cuda_device import CudaDevice
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.measure import profile_cache
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.given import read_plan
 from lightning_harmony.plan.values.memory_size import parse_bytes
 from lightning_harmony.plan.values.plan import Parallel, Plan
-from lightning_harmony.setup import profile_cache
 
 # Into how many microbatches a batch is split that is too large to be evaluated whole, where nothing says that.
 NUM_EVALUATION_MICROBATCHES = 4

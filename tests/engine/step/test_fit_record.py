@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
-from lightning_harmony.engine.measure.measurements import Measurements
 from lightning_harmony.engine.measure.profile import Profiler, UpdateSpeeds
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.measure.workspace import WorkSpace
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.step.fit_record import CHECKED_STEPS, WARM_UP_STEPS, FitRecord
+from lightning_harmony.engine.step.measurements import Measurements
 from lightning_harmony.plan.values.record import Origin, Record
 
 ORIGIN = Origin("model", "machine", "versions")

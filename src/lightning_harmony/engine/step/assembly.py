@@ -16,7 +16,6 @@ from lightning_harmony.engine.glue.glue import Glue
 from lightning_harmony.engine.lanes.lane import LanePool
 from lightning_harmony.engine.layers.intercept import InterceptedForward
 from lightning_harmony.engine.layers.recordings import Recordings
-from lightning_harmony.engine.measure.measurements import Measurements
 from lightning_harmony.engine.measure.profile import Profiler
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
@@ -37,6 +36,7 @@ from lightning_harmony.engine.step.given_plan import check_given
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.granting import Granting
 from lightning_harmony.engine.step.lone_calls import LoneCalls
+from lightning_harmony.engine.step.measurements import Measurements
 from lightning_harmony.engine.step.microbatch_runner import MicrobatchRunner
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.pack_preparation import PackPreparation

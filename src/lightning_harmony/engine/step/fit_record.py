@@ -7,8 +7,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Protocol
 
-from lightning_harmony.engine.measure.measurements import Measurements
 from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.step.measurements import Measurements
 from lightning_harmony.plan.values.profile import MachineLimits
 from lightning_harmony.plan.values.record import NarrowWeights, Origin, Record, SeenSize
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_harmony.engine.devices.device import Device
-from lightning_harmony.engine.measure.measurements import Measurements
 from lightning_harmony.engine.measure.origin import kind_of
 from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.step.measurements import Measurements
 from lightning_harmony.plan.search.deciding import decide, improved, with_costs, with_homes
 from lightning_harmony.plan.search.rules import Packs, fitting_packs, packed, with_graphs
 from lightning_harmony.plan.values.cost import Cost

@@ -8,9 +8,9 @@ from statistics import median
 
 from torch import nn
 
-from lightning_harmony.engine.measure.measurements import Measurements
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.step.fit_record import FitRecord
+from lightning_harmony.engine.step.measurements import Measurements
 from lightning_harmony.engine.step.plan_making import CLEARLY_FASTER, PlanMaker
 from lightning_harmony.plan.search.fitting import fitted
 from lightning_harmony.plan.values.plan import Plan
