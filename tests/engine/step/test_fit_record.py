@@ -71,8 +71,8 @@ def fit() -> Iterator[Fit]:
         SwappedLayer(index, f"layer {index}", each, list(each.parameters())) for index, each in enumerate(modules)
     ]
     store = HostStore([parameter for layer in layers for parameter in layer.parameters], device)
-    state: Any = SimpleNamespace(state_bytes=lambda parameters: 0, kept_bytes=lambda: [0])
-    yield Fit(layers, Measurements([device], store, Profiler(Traffic()), WorkSpace(), UpdateSpeeds(), None, state))
+    updater: Any = SimpleNamespace(state_bytes=lambda parameters: 0, kept_bytes=lambda: [0], speeds=UpdateSpeeds())
+    yield Fit(layers, Measurements([device], store, Profiler(Traffic()), WorkSpace(), None, updater))
     store.close()
     device.close()
 

@@ -35,8 +35,9 @@ COUNTED = (
 )
 
 
-# No optimizer has any.
-STATELESS: Any = SimpleNamespace(state_bytes=lambda parameters: 0, kept_bytes=lambda: [0, 0])
+def updater() -> Any:
+    """One whose optimizer has no state."""
+    return SimpleNamespace(state_bytes=lambda parameters: 0, kept_bytes=lambda: [0, 0], speeds=UpdateSpeeds())
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_what_is_recalled_is_as_if_it_had_been_measured(devices: list[VirtualDev
     module = torch.nn.Linear(2, 2)
     store = HostStore(list(module.parameters()), devices[0])
     layer = SwappedLayer(0, "layer", module, list(module.parameters()))
-    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), UpdateSpeeds(), None, STATELESS)
+    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), None, updater())
     nothing = measured.cost(layer)
     assert measured.machine() == MachineLimits(800)
     seen: dict[str, Any] = {**dict.fromkeys(COUNTED, 6), **dict.fromkeys(SECONDS, 0.5)}
@@ -84,7 +85,7 @@ def test_a_layer_costs_the_disk_what_its_state_takes_there(devices: list[Virtual
     module = torch.nn.Linear(2, 2)
     store = HostStore(list(module.parameters()), devices[0])
     layer = SwappedLayer(0, "layer", module, list(module.parameters()))
-    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), UpdateSpeeds(), Disk(), STATELESS)
+    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), Disk(), updater())
     assert measured.cost(layer).disk_bytes == 2 * 6 * 4
     assert measured.machine().disk_bytes_per_second == 50.0
     store.close()
@@ -98,7 +99,7 @@ def test_what_layers_allocated_may_be_kept_where_what_they_took_is_forgotten(
     module = torch.nn.Linear(2, 2)
     store = HostStore(list(module.parameters()), devices[0])
     layer = SwappedLayer(0, "layer", module, list(module.parameters()))
-    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), UpdateSpeeds(), None, STATELESS)
+    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), None, updater())
     measured.work.note([layer], Phase.BACKWARD, 7)
     measured.forget_layers(keeps_work=keeps_work)
     measured.work.note([layer], Phase.BACKWARD, 5)

@@ -17,6 +17,7 @@ from lightning_harmony.engine.lanes.lane import LanePool
 from lightning_harmony.engine.layers.intercept import InterceptedForward
 from lightning_harmony.engine.layers.recordings import Recordings
 from lightning_harmony.engine.measure.profile import Profiler
+from lightning_harmony.engine.measure.profile_cache import ProfileCache
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.engine.memory.placement import Placement
@@ -31,7 +32,7 @@ from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer, places_of
 from lightning_harmony.engine.step.device_surroundings import DeviceSurroundings
 from lightning_harmony.engine.step.executor import Executor
-from lightning_harmony.engine.step.fit_record import FitRecord, Records
+from lightning_harmony.engine.step.fit_record import FitRecord
 from lightning_harmony.engine.step.given_plan import check_given
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.granting import Granting
@@ -63,7 +64,7 @@ def assemble(
     disk: DiskHome | None = None,
     plan: Plan | None = None,
     progress: Callable[[int], None] = lambda done: None,
-    records: Records | None = None,
+    records: ProfileCache | None = None,
     store: HostStore | None = None,
     recomputing: Callable[[], AbstractContextManager[Sequence[str]]] = lambda: nullcontext(()),
     records_layers: bool = False,
@@ -135,7 +136,7 @@ def assemble(
     step, placement, profiler = Step(), Placement(store, residents), Profiler(traffic)
     observer = Observer(step, placement, traffic, profiler, pool)
     transfers = Transfers(devices, traffic, lambda to, size: residents[to].admit(size), observer.timing_transfer)
-    measured = Measurements(devices, store, profiler, observer.works[True], updater.speeds, disk, updater)
+    measured = Measurements(devices, store, profiler, observer.works[True], disk, updater)
     record = FitRecord(records, swapped.layers, measured)
     maker = PlanMaker(swapped.layers, devices, parallel, fingerprint, measured, plan)
     planner = Planner(swapped.layers, list(in_order), measured, maker, record)

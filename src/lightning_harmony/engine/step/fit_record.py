@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Protocol
 
+from lightning_harmony.engine.measure.profile_cache import ProfileCache
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.step.measurements import Measurements
 from lightning_harmony.plan.values.profile import MachineLimits
@@ -18,23 +18,6 @@ CHECKED_STEPS, WARM_UP_STEPS = 8, 3
 FAR_OFF = 2.0
 
 
-class Records(Protocol):
-    """Where records are kept from one fit to the next."""
-
-    @property
-    def origin(self) -> Origin:
-        """Of what they are."""
-
-    def read(self) -> Record | None:
-        """What earlier fits have seen; None if nothing is known of that."""
-
-    def write(self, record: Record) -> None:
-        """Keep what was seen."""
-
-    def discard(self) -> str:
-        """Keep nothing: what was read is wrong. Return what to call it."""
-
-
 class FitRecord:
     """The record that a fit may begin with, and leaves to later ones.
 
@@ -44,7 +27,7 @@ class FitRecord:
         measured: what training steps were seen to take.
     """
 
-    def __init__(self, records: Records | None, layers: Sequence[SwappedLayer], measured: Measurements) -> None:
+    def __init__(self, records: ProfileCache | None, layers: Sequence[SwappedLayer], measured: Measurements) -> None:
         self._records, self._layers, self._measured = records, layers, measured
         self._record: Record | None = None
         self._has_read = False

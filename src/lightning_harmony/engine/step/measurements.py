@@ -5,42 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
-
-from torch import nn
 
 from lightning_harmony.engine.devices.device import Device
-from lightning_harmony.engine.measure.profile import Profiler, UpdateSpeeds
+from lightning_harmony.engine.measure.profile import Profiler
 from lightning_harmony.engine.measure.workspace import WorkSpace
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.updates.disk_home import DiskHome
+from lightning_harmony.engine.updates.update import Updater
 from lightning_harmony.plan.search.packing import smallest
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.profile import MachineLimits
 from lightning_harmony.plan.values.record import Record
-
-
-class HasState(Protocol):
-    """What has optimizer state."""
-
-    def state_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
-        """What the state of some parameters takes that may stay on a device."""
-
-    def kept_bytes(self) -> Sequence[int]:
-        """What state that stays takes of each device."""
-
-
-class Disk(Protocol):
-    """Where optimizer state may live.
-
-    Attributes:
-        bytes_per_second: of state that is read and written again; None while none lives there.
-    """
-
-    bytes_per_second: float | None
-
-    def bytes_of(self, parameters: Sequence[nn.Parameter]) -> int:
-        """What the state of some parameters takes of it."""
 
 
 @dataclass(frozen=True)
@@ -52,45 +28,43 @@ class Measurements:
         store: the host store, from which layers come.
         profiler: what was timed.
         work: what was allocated.
-        update_speeds: of updates just in time.
         disk: where optimizer state may live; None if it may not.
-        state: on the host, and on devices.
+        updater: times updates, and has the state that is on the host and on devices.
     """
 
     devices: Sequence[Device]
     store: HostStore
     profiler: Profiler
     work: WorkSpace
-    update_speeds: UpdateSpeeds
-    disk: Disk | None
-    state: HasState
+    disk: DiskHome | None
+    updater: Updater
 
     def cost(self, layer: SwappedLayer) -> Cost:
         """What a layer was seen to cost."""
         cost = self.profiler.complete(self.work.cost(layer, self.store), layer)
         on_disk = 0 if self.disk is None else self.disk.bytes_of(layer.parameters)
-        state = 0 if on_disk else self.state.state_bytes(layer.parameters)
+        state = 0 if on_disk else self.updater.state_bytes(layer.parameters)
         return replace(cost, disk_bytes=on_disk, optimizer_bytes=state)
 
     def machine(self) -> MachineLimits:
         """The capacity, and the speeds that were seen."""
         # The plan says how much of that stays.
-        kept = self.state.kept_bytes()
+        kept = self.updater.kept_bytes()
         return MachineLimits(
             smallest(device.capacity_bytes for device in self.devices),
             swap_in_bytes_per_second=self.profiler.swap_in.bytes_per_second,
             swap_out_bytes_per_second=self.profiler.swap_out.bytes_per_second,
             transfer_bytes_per_second=self.profiler.transfer.bytes_per_second,
-            update_bytes_per_second=self.update_speeds.fastest.bytes_per_second,
+            update_bytes_per_second=self.updater.speeds.fastest.bytes_per_second,
             disk_bytes_per_second=None if self.disk is None else self.disk.bytes_per_second,
             # Between steps, when nothing of a step is there.
             occupied_bytes=max(
                 device.occupied_bytes() + device.unplanned_bytes() - there
                 for device, there in zip(self.devices, kept, strict=True)
             ),
-            updates_outlast=self.update_speeds.outlast is not False,
-            updates_in_place=self.update_speeds.in_place,
-            state_may_stay=self.update_speeds.state_may_stay,
+            updates_outlast=self.updater.speeds.outlast is not False,
+            updates_in_place=self.updater.speeds.in_place,
+            state_may_stay=self.updater.speeds.state_may_stay,
             pools_apart=any(device.pools_apart for device in self.devices),
         )
 
@@ -110,7 +84,7 @@ class Measurements:
         self.profiler.swap_in.recall(record.machine.swap_in_bytes_per_second)
         self.profiler.swap_out.recall(record.machine.swap_out_bytes_per_second)
         self.profiler.transfer.recall(record.machine.transfer_bytes_per_second)
-        self.update_speeds.fastest.recall(record.machine.update_bytes_per_second)
+        self.updater.speeds.fastest.recall(record.machine.update_bytes_per_second)
 
     def forget_layers(self, *, keeps_work: bool = False) -> None:
         """Forget what layers cost: from now on they run otherwise.

@@ -190,7 +190,7 @@ class Planner:
         self._num_steps += 1
         sees_faster_updates = self._sees_faster_updates()
         if not sees_faster_updates and self._has_timed_updates():
-            self._measured.update_speeds.settle(median(self._update_speeds))
+            self._measured.updater.speeds.settle(median(self._update_speeds))
         elif seen.is_timed:
             self._has_timed_turns = True
             self._measured.profiler.keep_faster_visits()
@@ -201,7 +201,7 @@ class Planner:
 
     def _sees_faster_updates(self) -> bool:
         """Whether updates are clearly faster than when the plan was made, or none had been seen by then."""
-        profile, now = self._plan.profile, self._measured.update_speeds.fastest.bytes_per_second
+        profile, now = self._plan.profile, self._measured.updater.speeds.fastest.bytes_per_second
         if profile is None or now is None:
             return False
         known = profile.machine.update_bytes_per_second
@@ -209,7 +209,7 @@ class Planner:
 
     def _has_timed_updates(self) -> bool:
         """Whether it has just become known what updates take beside the copies of the plan. It is asked after each step."""
-        profile, now = self._plan.profile, self._measured.update_speeds.newest.bytes_per_second
+        profile, now = self._plan.profile, self._measured.updater.speeds.newest.bytes_per_second
         if profile is None or now is None or len(self._update_speeds) == TIMED_UPDATES:
             return False
         self._update_speeds.append(now)
