@@ -16,6 +16,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import StepReport
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.fit import tracebacks
+from lightning_harmony.fit.checkpoints import WholeStates
 from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
 from lightning_harmony.fit.lasting_bytes import LastingBytes, fits
 from lightning_harmony.fit.loop_ends import LoopEnds
@@ -24,7 +25,6 @@ from lightning_harmony.fit.move_to_host import move_companions, move_to_host
 from lightning_harmony.fit.nodes import average_behind, take_from_first_node
 from lightning_harmony.fit.swapped import Swapped
 from lightning_harmony.fit.unregistered import move_unregistered
-from lightning_harmony.fit.whole_states import WholeStates
 from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.plan.values.plan import Parallel, Plan
 from lightning_harmony.plan.values.profile import Profile

@@ -1,0 +1,153 @@
+"""Checkpoints: which can be written and read, from what memory, and that each has a whole state."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from lightning_harmony.fit.given import GivenOptimizers
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+def refuse_directory(path: Any) -> None:
+    """Refuse a directory of shards, as FSDP and DeepSpeed write it.
+
+    Raises:
+        ValueError: naming the path and the way out.
+    """
+    if Path(path).is_dir():
+        raise ValueError(
+            f"{path} is a directory, as distributed checkpoints are; strategy='harmony' reads those of one file: convert it "
+            "first, with `python -m lightning.pytorch.utilities.consolidate_checkpoint` (FSDP) or "
+            "`lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict`"
+        )
+
+
+def refuse_torn(torn: str | None) -> None:
+    """Refuse to make a checkpoint of parameters a part of which a step has updated before it failed.
+
+    Args:
+        torn: what left it so; None if the state is that after a step.
+
+    Raises:
+        RuntimeError: saying that, and what to do.
+    """
+    if torn is not None:
+        raise RuntimeError(
+            f"{torn}, so that the state is of no one step, and no checkpoint is made of it: go on from one that was saved "
+            "before. With HarmonyStrategy(update='deferred') parameters are updated when a backward has succeeded; so they "
+            "are where a callback saves in on_exception, such as OnExceptionCheckpoint"
+        )
+
+
+class StreamedCheckpoints(GivenOptimizers):
+    """A strategy whose optimizer state may live on disk. Lightning has the whole of a checkpoint in memory.
+
+    Attributes:
+        streams_checkpoints: whether local files of Lightning's own format are written and read by pieces.
+    """
+
+    streams_checkpoints = False
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint. A file of that name is as it was until the new one is whole."""
+        if storage_options is not None or not self._streams(filepath):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = Path(filepath)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            torch.save(checkpoint, partial)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint, its tensors mapped: they take no memory before they are copied to where they live."""
+        if not self._streams(checkpoint_path) or not zipfile.is_zipfile(checkpoint_path):
+            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        else:
+            loaded = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
+        return loaded
+
+    def _streams(self, path: str | Path) -> bool:
+        is_lightnings = type(self.checkpoint_io).__name__ == "TorchCheckpointIO"
+        return self.streams_checkpoints and is_lightnings and "://" not in str(path)
+
+
+class WholeStates(StreamedCheckpoints):
+    """A strategy that completes the last step before it gives a state, and gives none of a step that is not complete."""
+
+    # What has left the state of a failed step as that of no one step: until another fit.
+    _torn: str | None = None
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint of one file.
+
+        Raises:
+            ValueError: if it is the directory of a sharded one.
+        """
+        refuse_directory(checkpoint_path)
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer state where the parameters are: on the host."""
+        # As plain Lightning does: a checkpoint may have states of fewer optimizers, or of none.
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+
+    def _finish_update(self) -> None:
+        """See to it that all parameters and the optimizer's state are those after the last step."""
+        if self._swapped is not None:
+            self._swapped.finish_update()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state after the last step."""
+        self._refuse_torn()
+        self._finish_update()
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        return state
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state after the last step; it is whole between steps only.
+
+        Raises:
+            RuntimeError: in the middle of a step, or after one that failed when a part of its updates had been made.
+        """
+        if self._swapped is not None and self._swapped.engine.is_running:
+            raise RuntimeError(
+                "the state of the module was asked for in the middle of a step, in which layers are swapped and updated: "
+                "save checkpoints in a hook such as on_train_batch_end, not in the step"
+            )
+        self._refuse_torn()
+        self._finish_update()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
+
+    def _refuse_torn(self) -> None:
+        refuse_torn(self._torn if self._swapped is None else self._swapped.engine.updater.torn)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Lose no update that was asked for."""
+        if self._swapped is not None:
+            self._swapped.engine.updater.postponed.drain()
+        super().on_exception(exception)
