@@ -23,8 +23,7 @@ from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.plan.drawing.recording import Recording, read_recording
 from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.values.plan import Plan
-from lightning_harmony.plan.values.streams import COMPUTE, STREAM_OF, UPDATE
-from lightning_harmony.plan.values.task import Errand, Phase
+from lightning_harmony.plan.values.task import COMPUTE, STREAM_OF, UPDATE, Errand, Phase
 from lightning_harmony.setup.lightning_tree import classes_of
 from support import same_training
 from support.lightning_fits import NUM_STEPS, Manual, Model, assert_same, harmony, loader, trainer_for, values

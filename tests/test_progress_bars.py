@@ -10,7 +10,7 @@ import pytest
 from tqdm import tqdm
 
 from lightning_harmony.setup.lightning_tree import LightningTree
-from lightning_harmony.setup.progress_bars import above_progress_bars
+from lightning_harmony.setup.progress import above_progress_bars
 
 pytestmark = pytest.mark.cpu
 TREE = LightningTree("lightning.pytorch")

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks.progress import tqdm_progress
 
-from lightning_harmony.setup import store_progress
+from lightning_harmony.setup import progress
 from support.lightning_fits import Model, harmony, loader, trainer_for
 
 pytestmark = [
@@ -38,7 +38,7 @@ def validate(**options: Any) -> None:
 
 
 def test_a_large_store_has_a_bar_that_comes_to_its_end(bars: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_progress, "LARGE_BYTES", 1024)
+    monkeypatch.setattr(progress, "LARGE_BYTES", 1024)
     validate(enable_progress_bar=True)
     (bar,) = bars
     assert bar.total == sum(parameter.numel() * 4 for parameter in Model().parameters())
@@ -56,7 +56,7 @@ def test_a_large_store_has_a_bar_that_comes_to_its_end(bars: list[Any], monkeypa
 def test_no_bar_is_shown_where_lightnings_bars_are_off(
     bars: list[Any], monkeypatch: pytest.MonkeyPatch, options: Any
 ) -> None:
-    monkeypatch.setattr(store_progress, "LARGE_BYTES", 1024)
+    monkeypatch.setattr(progress, "LARGE_BYTES", 1024)
     validate(**options)
     assert bars == []
 

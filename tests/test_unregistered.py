@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from lightning_harmony.fit.unregistered import move_unregistered
+from lightning_harmony.fit.moves import move_unregistered
 from support.lightning_fits import Model, assert_same, harmony, loader, trainer_for
 
 pytestmark = [

@@ -21,10 +21,9 @@ from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
 from lightning_harmony.fit.lasting_bytes import LastingBytes, fits
 from lightning_harmony.fit.loop_ends import LoopEnds
 from lightning_harmony.fit.memory_watch import DoesNotFit
-from lightning_harmony.fit.move_to_host import move_companions, move_to_host
+from lightning_harmony.fit.moves import move_companions, move_to_host, move_unregistered
 from lightning_harmony.fit.nodes import average_behind, take_from_first_node
 from lightning_harmony.fit.swapped import Swapped
-from lightning_harmony.fit.unregistered import move_unregistered
 from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.plan.values.plan import Parallel, Plan
 from lightning_harmony.plan.values.profile import Profile

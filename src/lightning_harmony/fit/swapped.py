@@ -21,10 +21,10 @@ from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.fit.evaluation import Evaluation
-from lightning_harmony.fit.first_step import BuffersBefore
 from lightning_harmony.fit.garbage import LastingObjects
 from lightning_harmony.fit.signals import HeldSignals
 from lightning_harmony.fit.training import Training
+from lightning_harmony.fit.unchanged import BuffersBefore
 from lightning_harmony.microbatches.logs import unheard
 from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.plan.search.packing import smallest
@@ -32,6 +32,7 @@ from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.reporting.fit_summary import FitSummary
 from lightning_harmony.reporting.step_reports import StepReports
 from lightning_harmony.setup.lightning_tree import LightningTree
+from lightning_harmony.setup.progress import store_progress
 from lightning_harmony.setup.refusals import (
     refuse_composed,
     refuse_scripted,
@@ -40,7 +41,6 @@ from lightning_harmony.setup.refusals import (
     refuse_uninitialized,
 )
 from lightning_harmony.setup.settings import Settings
-from lightning_harmony.setup.store_progress import store_progress
 from lightning_harmony.updating.deferred_update import DeferredUpdate
 from lightning_harmony.updating.optimizer_state import key_by_parameters
 from lightning_harmony.updating.update_policy import UpdatePolicy

@@ -13,7 +13,7 @@ from lightning_harmony.plan.drawing.page import held_bytes, held_words, idle_wor
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction
-from lightning_harmony.plan.values.streams import COMPUTE
+from lightning_harmony.plan.values.task import COMPUTE
 from lightning_harmony.reporting.figures import figure_class
 
 if TYPE_CHECKING:

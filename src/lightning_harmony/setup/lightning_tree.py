@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from lightning_harmony.setup.progress_bars import above_progress_bars
+from lightning_harmony.setup.progress import above_progress_bars
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction, Span
 from lightning_harmony.plan.values.profile import MachineLimits
-from lightning_harmony.plan.values.streams import STREAM_OF
-from lightning_harmony.plan.values.task import Task
+from lightning_harmony.plan.values.task import STREAM_OF, Task
 from support.plans import machines, plans
 
 

@@ -5,7 +5,7 @@ import json
 from lightning_harmony.plan.drawing.idle import idle_times
 from lightning_harmony.plan.drawing.trace import to_trace
 from lightning_harmony.plan.simulate.replay import predict
-from lightning_harmony.plan.values.streams import STREAMS
+from lightning_harmony.plan.values.task import STREAMS
 from support.plans import STEP
 
 PREDICTION = predict(STEP)

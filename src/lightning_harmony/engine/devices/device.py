@@ -14,8 +14,7 @@ from torch import Tensor
 from lightning_harmony.engine.devices.leaving import Leaving
 from lightning_harmony.engine.devices.recording import Recording, RecordingError, Work
 from lightning_harmony.engine.devices.stream import Event, HostEvent, Moment, Stream
-from lightning_harmony.plan.values.streams import STREAM_OF
-from lightning_harmony.plan.values.task import Errand, Task
+from lightning_harmony.plan.values.task import STREAM_OF, Errand, Task
 
 # To copy so much on the host takes less than to wake the thread that copies: 10 microseconds instead of 50.
 BRIEFLY_COPIED_BYTES = 64 * 1024

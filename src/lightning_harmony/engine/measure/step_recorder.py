@@ -23,8 +23,7 @@ from lightning_harmony.plan.drawing.recording import Recording
 from lightning_harmony.plan.simulate.order import owner
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction, Span
-from lightning_harmony.plan.values.streams import COMPUTE, STREAM_OF
-from lightning_harmony.plan.values.task import Errand, Phase, Task
+from lightning_harmony.plan.values.task import COMPUTE, STREAM_OF, Errand, Phase, Task
 
 _ARRIVING = frozenset({Errand.SWAP_IN, Errand.UNPARK, Errand.STASH_IN})
 _LEAVING = frozenset({Errand.SWAP_OUT, Errand.PARK, Errand.STASH_OUT})

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction, Span
-from lightning_harmony.plan.values.streams import COMPUTE, STREAMS
-from lightning_harmony.plan.values.task import Errand, Kind
+from lightning_harmony.plan.values.task import COMPUTE, STREAMS, Errand, Kind
 
 # What no copy and no update explains: Python, launches of operations, code between layers.
 HOST, _OTHER = "host", "other device"

@@ -10,7 +10,7 @@ from lightning_harmony.plan.drawing.naming import colour_of, is_light, labels, p
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction
-from lightning_harmony.plan.values.streams import COMPUTE, STREAMS
+from lightning_harmony.plan.values.task import COMPUTE, STREAMS
 
 _ROW, _GAP, _CURVE, _NUM_TICKS = 26, 4, 120, 8
 # How wide a letter is, as a share of a window that is not small. In small ones there are no labels.

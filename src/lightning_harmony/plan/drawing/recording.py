@@ -9,8 +9,7 @@ from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.values.document import DocumentKind
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import Prediction
-from lightning_harmony.plan.values.streams import STREAM_OF
-from lightning_harmony.plan.values.task import Phase
+from lightning_harmony.plan.values.task import STREAM_OF, Phase
 
 # A reader of one version refuses all others: a step is quickly recorded anew.
 _KIND = DocumentKind(

@@ -9,7 +9,7 @@ from lightning_harmony.plan.drawing.idle import idle_times
 from lightning_harmony.plan.drawing.naming import task_name
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import Prediction, Span
-from lightning_harmony.plan.values.streams import STREAMS
+from lightning_harmony.plan.values.task import STREAMS
 
 _IDLE = "idle"
 

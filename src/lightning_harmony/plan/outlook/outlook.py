@@ -23,7 +23,7 @@ from lightning_harmony.plan.values.machine import Machine
 from lightning_harmony.plan.values.plan import Plan, Predicted, visits_of
 from lightning_harmony.plan.values.prediction import Prediction
 from lightning_harmony.plan.values.profile import MachineLimits
-from lightning_harmony.plan.values.streams import COMPUTE
+from lightning_harmony.plan.values.task import COMPUTE
 
 # More microbatches are not replayed, and have the packs of so many: each of them adds as much as the one before.
 MOST_REPLAYED = 32

@@ -17,8 +17,7 @@ from lightning_harmony.plan.simulate.replay_state import (
 )
 from lightning_harmony.plan.simulate.update_stream import Staying, room_on_host_at
 from lightning_harmony.plan.values.host_need import RING
-from lightning_harmony.plan.values.streams import COMPUTE
-from lightning_harmony.plan.values.task import Errand, Kind, Phase
+from lightning_harmony.plan.values.task import COMPUTE, Errand, Kind, Phase
 
 
 @dataclass

@@ -15,8 +15,7 @@ from lightning_harmony.plan.simulate.replay_state import (
     Stashed,
     seconds_of,
 )
-from lightning_harmony.plan.values.streams import COMPUTE
-from lightning_harmony.plan.values.task import Errand, Kind, Phase, Task
+from lightning_harmony.plan.values.task import COMPUTE, Errand, Kind, Phase, Task
 
 
 class LaneRules:

@@ -7,10 +7,9 @@ does as told here: what it finds on a device in the middle of a step depends on 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
-from lightning_harmony.plan.simulate.computing import Computing
+from lightning_harmony.plan.simulate.computing import Computing, Held
 from lightning_harmony.plan.simulate.fetching import Residence, fetch_ahead
 from lightning_harmony.plan.simulate.footprint import Footprint, footprints
-from lightning_harmony.plan.simulate.held import Held
 from lightning_harmony.plan.simulate.order import Run, Stay, owner, stays, summing_devices
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost

@@ -42,8 +42,7 @@ from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
 from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction, Span
 from lightning_harmony.plan.values.profile import MachineLimits
-from lightning_harmony.plan.values.streams import COMPUTE, UPDATE
-from lightning_harmony.plan.values.task import Errand, Task
+from lightning_harmony.plan.values.task import COMPUTE, UPDATE, Errand, Task
 
 
 def predict(plan: Plan, machine: MachineLimits | None = None, *, is_deferred: bool = False) -> Prediction:

@@ -17,8 +17,7 @@ from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import Span
 from lightning_harmony.plan.values.profile import MachineLimits
-from lightning_harmony.plan.values.streams import COMPUTE, STREAM_OF, STREAMS
-from lightning_harmony.plan.values.task import Errand, Phase, Task
+from lightning_harmony.plan.values.task import COMPUTE, STREAM_OF, STREAMS, Errand, Phase, Task
 
 
 @dataclass

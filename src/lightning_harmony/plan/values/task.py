@@ -1,4 +1,4 @@
-"""A task: the smallest thing that a plan orders."""
+"""A task: the smallest thing that a plan orders, and the stream that it runs on."""
 
 import re
 from enum import Enum
@@ -89,3 +89,22 @@ class Task(NamedTuple):
                 f"{', '.join(name for name, kind in KINDS.items() if kind in _WITHOUT_NUMBER)} have no microbatch"
             )
         return cls(int(match[1]), kind, int(match[3]) if match[3] else None)
+
+
+COMPUTE, UPDATE = "compute", "update"
+STREAMS = ("swap-in", "stash-in", "transfer", "gather", COMPUTE, "swap-out", UPDATE)
+STREAM_OF: dict[Kind, str] = {
+    Phase.FORWARD: COMPUTE,
+    Phase.BACKWARD: COMPUTE,
+    Errand.SWAP_IN: "swap-in",
+    Errand.UNPARK: "swap-in",
+    Errand.STASH_IN: "stash-in",
+    Errand.TRANSFER_FORWARD: "transfer",
+    Errand.TRANSFER_BACKWARD: "transfer",
+    Errand.GATHER: "gather",
+    Errand.REDUCE: "transfer",
+    Errand.STASH_OUT: "swap-out",
+    Errand.SWAP_OUT: "swap-out",
+    Errand.PARK: "swap-out",
+    Errand.UPDATE: UPDATE,
+}

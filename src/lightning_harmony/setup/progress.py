@@ -1,12 +1,15 @@
-"""Lines above progress bars, which would tear these."""
+"""Progress bars: one while a large host store is built, and lines above those of others, which would tear these."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_harmony.setup.lightning_tree import LightningTree
 
 
 @contextmanager
@@ -34,3 +37,31 @@ def _stream_handlers(logger: logging.Logger) -> Iterator[logging.StreamHandler[A
     while each is not None:
         yield from (handler for handler in each.handlers if isinstance(handler, logging.StreamHandler))
         each = each.parent if each.propagate else None
+
+
+# What is smaller is there in a moment.
+LARGE_BYTES = 4 * 2**30
+
+
+@contextmanager
+def store_progress(tree: LightningTree, trainer: Any, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A context in which a host store of so many bytes is built; what it gives is to be told how many are done.
+
+    There is a bar where the store is large and the Trainer shows bars.
+    """
+    shown = trainer.progress_bar_callback
+    if num_bytes <= LARGE_BYTES or shown is None or not getattr(shown, "is_enabled", True):
+        yield lambda done: None
+        return
+    kind = tree.part("callbacks.progress.tqdm_progress").Tqdm
+    with kind(
+        desc="Building the host store",
+        total=num_bytes,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        dynamic_ncols=True,
+        leave=False,
+        file=sys.stdout,
+    ) as bar:
+        yield lambda done: bar.update(done - bar.n)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.fit.move_to_host import move_companions, move_to_host
-from lightning_harmony.fit.unregistered import move_unregistered
+from lightning_harmony.fit.moves import move_companions, move_to_host, move_unregistered
 from support.same_training import Net, assert_same_training, root
 
 
