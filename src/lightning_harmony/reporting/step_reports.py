@@ -46,7 +46,7 @@ class StepReports:
         read_bytes, written_bytes = disk.take_moved_bytes()
         before, self._state_bytes = self._state_bytes, self._state_size.num_bytes(optimizers) - disk.used_bytes
         most = max(engine.pool.take_peak_bytes() + before, engine.pool.num_bytes + self._state_bytes)
-        engine.note_seconds(seconds)
+        engine.planner.note_seconds(seconds)
         is_alone = engine.is_sequential and num_microbatches > 1
         predicted = None if is_alone else engine.step_plan.predicted
         self.last = StepReport(

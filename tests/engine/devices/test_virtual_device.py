@@ -224,31 +224,31 @@ class TestPeak:
 class TestKeeping:
     def test_a_kept_buffer_lives_until_its_copy_is_done(self, device: VirtualDevice) -> None:
         event = Later()
-        device.keep_until(event, device.sums(100))
-        assert not device.retire()
+        device.leaving.keep(event, device.sums(100))
+        assert not device.leaving.retire()
         assert device.allocated_bytes() == 100
         event.has_happened = True
-        assert device.retire()
+        assert device.leaving.retire()
         assert device.allocated_bytes() == 0
-        assert not device.retire()
+        assert not device.leaving.retire()
 
     def test_waiting_frees_the_oldest_only(self, device: VirtualDevice) -> None:
         events = [Later(), Later()]
         for event in events:
-            device.keep_until(event, device.sums(100))
-        assert device.retire(wait=True)
+            device.leaving.keep(event, device.sums(100))
+        assert device.leaving.retire(wait=True)
         assert [event.done() for event in events] == [True, False]
         assert device.allocated_bytes() == 100
 
     def test_waiting_frees_what_is_done_behind_the_oldest_too(self, device: VirtualDevice) -> None:
         events: list[Event] = [Later(), Happened(), Later()]
         for event in events:
-            device.keep_until(event, device.sums(100))
-        assert device.retire(wait=True)
+            device.leaving.keep(event, device.sums(100))
+        assert device.leaving.retire(wait=True)
         assert device.allocated_bytes() == 100
 
     def test_there_is_nothing_to_wait_for_on_an_empty_device(self, device: VirtualDevice) -> None:
-        assert not device.retire(wait=True)
+        assert not device.leaving.retire(wait=True)
 
 
 class TestStreams:
@@ -324,16 +324,16 @@ def test_gradients_that_an_update_uses_up_are_waited_for_as_what_leaves_and_do_n
         held.clear()
 
     event = updates.submit(use_up)
-    device.note_update(event, 600)
+    device.leaving.note_update(event, 600)
     assert not device.room_for(400)
     assert device.occupied_bytes() == device.allocated_bytes() - 600
-    assert not device.retire()
+    assert not device.leaving.retire()
     threading.Timer(0.05, gate.set).start()
-    assert device.retire(wait=True)
+    assert device.leaving.retire(wait=True)
     assert event.done()
     assert device.room_for(400)
     assert device.occupied_bytes() == device.allocated_bytes()
-    assert not device.retire(wait=True)
+    assert not device.leaving.retire(wait=True)
     del lasting
     updates.close()
     device.close()

@@ -225,7 +225,7 @@ def test_to_wait_for_what_leaves_comes_before_another_swap(model: Model) -> None
     for index in (0, 1):
         model.residents.bring(model.forward(index), 0)
     leaves = Leaving()
-    model.device.keep_until(leaves, model.device.sums(PACK_BYTES))
+    model.device.leaving.keep(leaves, model.device.sums(PACK_BYTES))
     model.residents.bring(model.forward(2), 0)
     assert leaves.was_waited_for
     assert model.resident() == {0, 1, 2}
@@ -405,7 +405,7 @@ def test_weights_wait_for_an_update_before_they_take_the_memory_of_what_passes(
     def retire(*, wait: bool = False) -> bool:
         return wait and bool(updates) and bool(updates.pop())
 
-    monkeypatch.setattr(model.device, "retire", retire)
+    monkeypatch.setattr(model.device.leaving, "retire", retire)
     monkeypatch.setattr(model.device, "has_lasting_room", lambda size: len(updates) < 2)
     place = model.backward(1)
     model.residents.enter(place, 0, alone=False)

@@ -74,8 +74,8 @@ def test_a_turn_does_not_last_longer_for_buffers_that_are_made_once_and_for_room
         lasting(3.0)
         if progress is lanes[0]:
             pool.take(64)
-            device.keep_until(Leaving(lambda: lasting(20.0)), torch.empty(1))
-            assert device.retire() is False
+            device.leaving.keep(Leaving(lambda: lasting(20.0)), torch.empty(1))
+            assert device.leaving.retire() is False
             assert residents.make_room(SimpleNamespace(pack=pack))  # type: ignore[arg-type]
         observer.end_turn(Grant(progress, 0, Phase.FORWARD, pack))  # type: ignore[arg-type]
         lasting(0.5)

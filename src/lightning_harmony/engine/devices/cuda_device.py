@@ -207,7 +207,7 @@ class CudaDevice(Device):
         with self._outgoing.selected():
             after.wait()
             copied, event = copy(), self.record()
-        self.keep_until(event, source)
+        self.leaving.keep(event, source)
         return copied, event
 
     def sending(self) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_harmony.engine.devices.leaving import Leaving
 from lightning_harmony.engine.devices.recording import Recording, RecordingError, Work
-from lightning_harmony.engine.devices.stream import Event, HostEvent, Moment, Stream
+from lightning_harmony.engine.devices.stream import Event, Moment, Stream
 from lightning_harmony.plan.values.task import STREAM_OF, Errand, Task
 
 # To copy so much on the host takes less than to wake the thread that copies: 10 microseconds instead of 50.
@@ -57,6 +57,7 @@ class Device(ABC):
         pools_apart: whether what lasts longer than a turn, weights and sums, has memory of its own.
         lasting_limit_bytes: how much of that there may be before it takes the memory of what passes; None for no limit.
         recorder: keeps when this device works, while somebody wants to know.
+        leaving: what is on its way off it.
     """
 
     torch_device: torch.device
@@ -78,7 +79,7 @@ class Device(ABC):
         self.torch_device = torch_device
         self.capacity_bytes = capacity_bytes
         self.recorder: Recorder | None = None
-        self._leaving = Leaving()
+        self.leaving = Leaving()
         self._lasting_bytes = 0
 
     @abstractmethod
@@ -276,22 +277,6 @@ class Device(ABC):
         """The context in which what computes on this device waits for a copy."""
         return nullcontext() if self.recorder is None else self.recorder.waiting()
 
-    def keep_until(self, event: Event, buffer: Tensor) -> None:
-        """Keep a buffer that compute filled alive until a copy of it is done."""
-        self._leaving.keep(event, buffer)
-
-    def note_update(self, updated: HostEvent, num_bytes: int) -> None:
-        """Gradients of so many bytes stay here until an update that uses them up, which may outlast the step."""
-        self._leaving.note_update(updated, num_bytes)
-
-    def retire(self, *, wait: bool = False) -> bool:
-        """Let go of kept buffers whose copy is done; with ``wait``, of the oldest in any case, or of one update's gradients.
-
-        Returns:
-            Whether there was one to let go.
-        """
-        return self._leaving.retire(wait=wait)
-
     def unplanned_bytes(self) -> int:
         """What plans have to leave of it beside all that they count."""
         return self.uncounted_bytes + max(self.set_aside_bytes - self.recorded_bytes, 0)
@@ -299,15 +284,11 @@ class Device(ABC):
     def occupied_bytes(self) -> int:
         """What is allocated now, but for what updates will have used up."""
         while True:
-            passing = self._leaving.updating_bytes()
+            passing = self.leaving.updating_bytes()
             num_bytes = self.allocated_bytes() - passing
             # An update that has ended meanwhile may count in one of them alone.
-            if passing == self._leaving.updating_bytes():
+            if passing == self.leaving.updating_bytes():
                 return num_bytes
-
-    def drain(self) -> None:
-        """Let go of all kept buffers."""
-        self._leaving.drain()
 
     def room_for(self, num_bytes: int) -> bool:
         """Whether ``num_bytes`` more stay within the capacity."""

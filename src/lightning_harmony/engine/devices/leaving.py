@@ -28,7 +28,7 @@ class Leaving:
         """The bytes of gradients that updates use up, and have not yet."""
         return sum(num_bytes for updated, num_bytes in self._updates if not updated.done())
 
-    def retire(self, *, wait: bool) -> bool:
+    def retire(self, *, wait: bool = False) -> bool:
         """Let go of buffers whose copy is done; with ``wait``, of the oldest in any case, or of one update's gradients.
 
         Returns:

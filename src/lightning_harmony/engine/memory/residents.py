@@ -146,7 +146,7 @@ class Residents:
     def _await_update_there(self) -> bool:
         """Wait for an update on the device, or the oldest copy of sums; whether there was one."""
         start = perf_counter()
-        has_waited = self.device.retire(wait=True)
+        has_waited = self.device.leaving.retire(wait=True)
         self.waited_seconds += perf_counter() - start
         return has_waited
 
@@ -228,7 +228,7 @@ class Residents:
 
     def _make_room_at_once(self, place: Place) -> bool:
         """Free something that has left, or that nobody needs any more."""
-        if self.device.retire() or self.stash.retire():
+        if self.device.leaving.retire() or self.stash.retire():
             return True
         over = [index for index in self._evictable(place) if self.agenda.is_over(index, place)]
         if over:
@@ -243,7 +243,7 @@ class Residents:
     def _await_room(self) -> bool:
         """Wait for the oldest copy that leaves room; whether there was one."""
         start = perf_counter()
-        has_waited = self.stash.retire(wait=True) or self.device.retire(wait=True)
+        has_waited = self.stash.retire(wait=True) or self.device.leaving.retire(wait=True)
         self.waited_seconds += perf_counter() - start
         return has_waited
 
@@ -316,7 +316,7 @@ class Residents:
     def drain(self) -> None:
         """Wait until nothing is on its way out."""
         self.stash.drain()
-        self.device.drain()
+        self.device.leaving.drain()
         for pack in self.packs:
             self.swapper.finish_write_back(pack)
 

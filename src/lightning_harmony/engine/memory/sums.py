@@ -105,7 +105,7 @@ class Sums:
             event = device.start_copy(Errand.GATHER, "gradients", num_bytes, bring_and_add, after, pack.index)
         accumulator.gathered = event
         for _, gradient in gradients:
-            source.keep_until(event, gradient)
+            source.leaving.keep(event, gradient)
         self._traffic.transferred += num_bytes
 
     def finish_gathering(self) -> None:
@@ -198,7 +198,7 @@ class Sums:
             if accumulator.gathered is not None:
                 after.append(accumulator.gathered)
             event = self._device.start_copy(kind, "gradients", num_bytes, copy, after, pack.index)
-            self._device.keep_until(event, accumulator.buffer)
+            self._device.leaving.keep(event, accumulator.buffer)
             self._traffic.count_out("gradients", num_bytes)
             norm_of = dict(zip(sums, norms, strict=False))
             gradients.append(SummedGradients(use, host, event, sums, accumulator.includes_earlier, norm_of))
@@ -242,7 +242,7 @@ class Sums:
         for accumulator in pack.accumulators.values():
             self.free(accumulator)
         for parked in pack.parked.values():
-            self._device.keep_until(parked.event, parked.buffer)
+            self._device.leaving.keep(parked.event, parked.buffer)
         pack.accumulators, pack.parked = {}, {}
 
     def free(self, accumulator: Accumulator) -> None:

@@ -190,7 +190,7 @@ class Swapper:
 
         event = self._device.swap_out.submit_brief(copy, after)
         for tensor in changed.values():
-            self._device.keep_until(event, tensor)
+            self._device.leaving.keep(event, tensor)
         pack.leaving = LeavingBuffers(staging, list(changed), event)
 
     def finish_write_back(self, pack: SwappedPack) -> None:

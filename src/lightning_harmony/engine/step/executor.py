@@ -380,10 +380,6 @@ class Executor:
         """
         self._placement.refuse_changed_weights()
 
-    def note_seconds(self, seconds: float) -> None:
-        """How long the training step took that has ended."""
-        self.planner.note_seconds(seconds)
-
     def abandon(self) -> None:
         """End a step that has no backward, or whose backward never came."""
         if self.step.is_running:

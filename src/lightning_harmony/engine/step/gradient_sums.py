@@ -214,7 +214,7 @@ class GradientSums:
         num_bytes = sum(each.num_bytes for each in gradients)
         updated = self._updater.deliver(pack.parameters, gradients)
         if updated is not None:
-            residents.device.note_update(updated, num_bytes)
+            residents.device.leaving.note_update(updated, num_bytes)
         return True
 
     def _await_room(self, index: int, summing: Sequence[int]) -> None:

@@ -85,7 +85,7 @@ class Granting:
             self._recorder.leave()
             granted.progress.transfers.launched.end_turn()
             residents.stash.retire()
-            residents.device.retire()
+            residents.device.leaving.retire()
             if self._step.in_backward and granted.pack is not None:
                 self._sums.deliver_final([granted.pack.index])
         self._step.granted = None

@@ -60,7 +60,7 @@ class LoneCalls:
         try:
             # Nothing else may take room: what devices have updated leaves.
             residents.swapper.await_update(pack)
-            while residents.device.retire(wait=True):
+            while residents.device.leaving.retire(wait=True):
                 pass
             residents.swapper.swap_in(pack)
             assert pack.residency is not None
