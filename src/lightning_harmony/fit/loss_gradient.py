@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.update_policy import UpdatePolicy
 
@@ -39,11 +37,6 @@ class LossGradient:
         """What Lightning's scaler multiplies losses by; 1 where there is none."""
         scaler = self._policy.scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
-
-    def is_optimized(self, parameter: nn.Parameter) -> bool:
-        """Whether an optimizer has a parameter."""
-        groups = (group for optimizer in self._trainer.optimizers for group in optimizer.param_groups)
-        return any(each is parameter for group in groups for each in group["params"])
 
     def is_backward_own(self) -> bool:
         """Whether the user's own code calls the backward."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.origin import origin_of
@@ -223,7 +224,12 @@ class Swapped:
                 store=store,
                 recomputing=partial(unheard, self._trainer),
                 records_layers=settings.cuda_graphs,
+                has_optimizer=self._has_optimizer,
             )
+
+    def _has_optimizer(self, parameter: nn.Parameter) -> bool:
+        groups = (group for optimizer in self._trainer.optimizers for group in optimizer.param_groups)
+        return any(each is parameter for group in groups for each in group["params"])
 
     def _records(self, layers: list[Layer], devices: Sequence[Device]) -> ProfileCache | None:
         settings, plugin = self._settings, self._trainer.precision_plugin

@@ -68,7 +68,6 @@ class Training:
         self._budget = HostBudget(self.engine, self.trainer, self.deferred.policy)
         # Where nothing says it, the fewest that fit. Of several devices each has one to run, and one to wait for.
         self._number = 1 if len(self.engine.devices) == 1 else 2 * len(self.engine.devices)
-        self.engine.step.has_optimizer = self._loss_gradient.is_optimized
         self.split_check.look_at_model()
 
     def start(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ def assemble(
     store: HostStore | None = None,
     recomputing: Callable[[], AbstractContextManager[Sequence[str]]] = lambda: nullcontext(()),
     records_layers: bool = False,
+    has_optimizer: Callable[[nn.Parameter], bool] = attrgetter("requires_grad"),
 ) -> Executor:
     """An executor for a model, whose layers are intercepted from now until it is closed.
 
@@ -87,6 +89,7 @@ def assemble(
         store: one that was closed, where it has all of the model's parameters; None to make one.
         recomputing: gives the context of a layer's own code when it runs again, and has been heard before.
         records_layers: whether work of layers is recorded, and run in the place of their code.
+        has_optimizer: tells whether an optimizer has a parameter.
 
     Raises:
         CapacityError: if a layer's weights and gradients exceed the capacity.
@@ -133,7 +136,7 @@ def assemble(
         )
         for number, device in enumerate(devices)
     ]
-    step, placement, profiler = Step(), Placement(store, residents), Profiler(traffic)
+    step, placement, profiler = Step(has_optimizer), Placement(store, residents), Profiler(traffic)
     observer = Observer(step, placement, traffic, profiler, pool)
     transfers = Transfers(devices, traffic, lambda to, size: residents[to].admit(size), observer.timing_transfer)
     measured = Measurements(devices, store, profiler, observer.works[True], disk, updater)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -105,13 +104,13 @@ class Step:
 
     turns: Turns
 
-    def __init__(self) -> None:
+    def __init__(self, has_optimizer: Callable[[nn.Parameter], bool]) -> None:
         self.predicted: float | None = None
         self.predicts = True
         self.fuses = False
         self.is_sequential = False
         self.watch: StepWatch | None = None
-        self.has_optimizer: Callable[[nn.Parameter], bool] = attrgetter("requires_grad")
+        self.has_optimizer = has_optimizer
         self.changed_parameter: str | None = None
         self.gradient_flags = GradientFlags()
         self.read_buffers: dict[BufferKey, SwappedLayer] = {}
