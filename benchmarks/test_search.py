@@ -13,7 +13,7 @@ import pytest
 from lightning_harmony.plan.search.search import MOST_TASKS, Space
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Parallel
-from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 
 MIB, GIB = 2**20, 2**30
 NUM_LAYERS, NUM_MICROBATCHES, NUM_DEVICES = 1000, 64, 8
@@ -38,7 +38,7 @@ def profile(capacity_bytes: int | None) -> Profile:
         )
         for index in range(NUM_LAYERS)
     )
-    return Profile(layers, MachineLimits(capacity_bytes, 55e9, 55e9, 200e9, 19e9))
+    return Profile(layers, DeviceLimits(capacity_bytes, 55e9, 55e9, 200e9, 19e9))
 
 
 @pytest.mark.parametrize("capacity_bytes", [4 * GIB, 16 * GIB, None])

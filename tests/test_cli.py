@@ -15,14 +15,14 @@ from lightning_harmony.plan.drawing.trace import to_trace
 from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.machine import read_machine
-from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 from lightning_harmony.plan.values.task import Task
 from support.plans import STEP, STEP_LAYERS
 
 pytestmark = pytest.mark.cpu
 
 # A step that was slower than it was predicted to be.
-MEASURED = predict(STEP, MachineLimits(None, 1024.0, 1024.0))
+MEASURED = predict(STEP, DeviceLimits(None, 1024.0, 1024.0))
 RECORDING = Recording(STEP, MEASURED, "just-in-time: nothing reads all gradients")
 
 
@@ -140,7 +140,7 @@ class TestTrace:
         ("profile", "why"),
         [
             (None, "the plan was made before the step had been measured"),
-            (Profile(STEP_LAYERS, MachineLimits(2048, 2048.0, 2048.0)), "the plan is so tight"),
+            (Profile(STEP_LAYERS, DeviceLimits(2048, 2048.0, 2048.0)), "the plan is so tight"),
         ],
         ids=["not measured", "too tight"],
     )
@@ -207,7 +207,7 @@ class TestWrongInput:
         self, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert STEP.profile is not None
-        nan = replace(STEP, profile=replace(STEP.profile, machine=MachineLimits(None, float("nan"))))
+        nan = replace(STEP, profile=replace(STEP.profile, machine=DeviceLimits(None, float("nan"))))
         texts = {
             "deep": "[" * 100_000,
             "numbers": "model: {}\ntrainer: 5\n",

@@ -25,7 +25,7 @@ from lightning_harmony.plan.values.machine import Machine
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Parallel, Plan, visits_of
 from lightning_harmony.plan.values.prediction import Prediction
-from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 from lightning_harmony.plan.values.task import Errand
 
 # Plain Lightning, whose steps those of the rows are beside.
@@ -61,7 +61,7 @@ def costs_of(shape: Shape, microbatch_size: int, machine: Machine, capacity_byte
         model = Model(shape)
     layers = find_layers(model, max_layer_bytes=None, layers=LAYERS)
     step = rehearse(model, layers, lambda batch: model.training_step(batch, 0), batch_on_meta(shape, microbatch_size))
-    limits = MachineLimits(
+    limits = DeviceLimits(
         capacity_bytes,
         machine.swap_in_bytes_per_second,
         machine.swap_out_bytes_per_second,

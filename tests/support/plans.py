@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted, visits_of
-from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 from lightning_harmony.plan.values.task import Errand, Phase, Task
 
 small = st.integers(0, 9)
@@ -39,7 +39,7 @@ STEP_PACK = Cost(
     backward_seconds=2.0,
     recompute_seconds=1.0,
 )
-STEP_MACHINE = MachineLimits(None, 2048.0, 2048.0)
+STEP_MACHINE = DeviceLimits(None, 2048.0, 2048.0)
 STEP_LAYERS = tuple(replace(STEP_PACK, name=name) for name in ("a & b", "c"))
 STEP = Plan(
     (("a & b",), ("c", "d")),
@@ -102,7 +102,7 @@ def plans(draw: st.DrawFn, *, max_devices: int = 3, repeats: bool = True) -> tup
     return plan, tuple(draw(costs(f"layer {index}")) for index in range(num_packs))
 
 
-machines = st.builds(MachineLimits, st.none() | st.integers(10, 150), speeds, speeds, speeds, speeds)
+machines = st.builds(DeviceLimits, st.none() | st.integers(10, 150), speeds, speeds, speeds, speeds)
 
 
 @st.composite

@@ -18,7 +18,7 @@ from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.step.measurements import Measurements
 from lightning_harmony.plan.values.cost import SECONDS
-from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.profile import DeviceLimits
 from lightning_harmony.plan.values.record import Origin, Record, SeenSize
 from lightning_harmony.plan.values.task import Phase
 
@@ -54,7 +54,7 @@ def test_what_is_recalled_is_as_if_it_had_been_measured(devices: list[VirtualDev
     layer = SwappedLayer(0, "layer", module, list(module.parameters()))
     measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), None, updater())
     nothing = measured.cost(layer)
-    assert measured.machine() == MachineLimits(800)
+    assert measured.machine() == DeviceLimits(800)
     seen: dict[str, Any] = {**dict.fromkeys(COUNTED, 6), **dict.fromkeys(SECONDS, 0.5)}
     cost = replace(nothing, **seen)
     record = Record(
@@ -63,12 +63,12 @@ def test_what_is_recalled_is_as_if_it_had_been_measured(devices: list[VirtualDev
         False,
         (),
         (SeenSize(4, (cost,)),),
-        MachineLimits(None, 10.0, 20.0, 30.0, 40.0),
+        DeviceLimits(None, 10.0, 20.0, 30.0, 40.0),
     )
     measured.recall(record, 4, {"layer": layer})
     assert measured.cost(layer) == cost
     on_device = devices[1].empty(100)
-    assert measured.machine() == MachineLimits(800, 10.0, 20.0, 30.0, 40.0, occupied_bytes=on_device.numel())
+    assert measured.machine() == DeviceLimits(800, 10.0, 20.0, 30.0, 40.0, occupied_bytes=on_device.numel())
     measured.forget_layers()
     assert measured.cost(layer) == nothing
     assert measured.machine().transfer_bytes_per_second == 30.0

@@ -12,7 +12,7 @@ from lightning_harmony.plan.simulate.replay import replay
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction, Span
-from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.profile import DeviceLimits
 from lightning_harmony.plan.values.task import STREAM_OF, Task
 from support.plans import machines, plans
 
@@ -64,9 +64,9 @@ def test_what_nothing_explains_is_the_hosts() -> None:
 
 @given(planned=plans(), machine=machines)
 @limits(max_examples=30)
-def test_a_step_computes_or_is_idle(planned: tuple[Plan, tuple[Cost, ...]], machine: MachineLimits) -> None:
+def test_a_step_computes_or_is_idle(planned: tuple[Plan, tuple[Cost, ...]], machine: DeviceLimits) -> None:
     plan, packs = planned
-    step = replay(plan, lower(plan, packs, None), packs, MachineLimits(None, machine.swap_in_bytes_per_second))
+    step = replay(plan, lower(plan, packs, None), packs, DeviceLimits(None, machine.swap_in_bytes_per_second))
     for number, device in enumerate(step.devices):
         idle = idle_by_cause(step, number)
         assert device.compute_seconds + sum(idle.values()) == pytest.approx(step.seconds)

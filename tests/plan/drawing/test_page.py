@@ -23,7 +23,7 @@ from lightning_harmony.plan.simulate.lowering import lower
 from lightning_harmony.plan.simulate.replay import predict, replay
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
-from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.profile import DeviceLimits
 from support.plans import STEP, machines, plans
 
 PREDICTION = predict(STEP)
@@ -52,7 +52,7 @@ def test_every_task_is_drawn_in_the_row_of_its_stream_and_tells_what_it_is() -> 
 
 def test_a_page_is_as_wide_as_its_window_with_ticks_capacity_and_key() -> None:
     assert STEP.profile is not None
-    plan = replace(STEP, profile=replace(STEP.profile, machine=MachineLimits(10240, 2048.0, 2048.0)))
+    plan = replace(STEP, profile=replace(STEP.profile, machine=DeviceLimits(10240, 2048.0, 2048.0)))
     page = to_html(plan, {"predicted": predict(plan)}, "A step")
     (drawing,) = drawings(page)
     places = [float((box.get(side) or "").rstrip("%")) for box in drawing.iter("rect") for side in ("x", "width")]
@@ -77,7 +77,7 @@ def test_names_beside_a_drawing_do_not_cover_each_other() -> None:
     assert STEP.profile is not None
     for held in (100, 5000, 10240):
         device = replace(PREDICTION.devices[0], memory=((0.0, held),), peak_bytes=held)
-        plan = replace(STEP, profile=replace(STEP.profile, machine=MachineLimits(10240)))
+        plan = replace(STEP, profile=replace(STEP.profile, machine=DeviceLimits(10240)))
         page = to_html(plan, {"measured": replace(PREDICTION, devices=(device,))}, "A step")
         tops = sorted(int(top) for top in re.findall(r'<div style="top:(\d+)px', page))
         assert all(below - above >= 16 for above, below in pairwise(tops))
@@ -116,9 +116,9 @@ def test_what_comes_from_other_devices_is_not_told_among_what_goes_to_the_host()
 
 @given(planned=plans(), machine=machines)
 @limits(max_examples=30)
-def test_whatever_is_predicted_can_be_drawn(planned: tuple[Plan, tuple[Cost, ...]], machine: MachineLimits) -> None:
+def test_whatever_is_predicted_can_be_drawn(planned: tuple[Plan, tuple[Cost, ...]], machine: DeviceLimits) -> None:
     plan, packs = planned
-    prediction = replay(plan, lower(plan, packs, None), packs, MachineLimits(None, machine.swap_in_bytes_per_second))
+    prediction = replay(plan, lower(plan, packs, None), packs, DeviceLimits(None, machine.swap_in_bytes_per_second))
     assert len(drawings(to_html(plan, {"predicted": prediction}, "A step"))) == plan.num_devices
 
 
@@ -127,7 +127,7 @@ def test_only_streams_that_are_used_have_a_row() -> None:
 
 
 def test_several_steps_are_drawn_below_each_other_to_one_scale() -> None:
-    slow = predict(replace(STEP, profile=replace(STEP.profile, machine=MachineLimits(None, 1024.0, 1024.0))))  # type: ignore[type-var]
+    slow = predict(replace(STEP, profile=replace(STEP.profile, machine=DeviceLimits(None, 1024.0, 1024.0))))  # type: ignore[type-var]
     page = to_html(STEP, {"measured": slow, "predicted": PREDICTION}, "A step")
     assert re.findall("<h3>(device.*?)</h3>", page) == ["device 0, measured", "device 0, predicted"]
     name = "a & b forward, microbatch 0: 1 s from"

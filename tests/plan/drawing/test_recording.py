@@ -17,7 +17,7 @@ from lightning_harmony.plan.simulate.lowering import lower
 from lightning_harmony.plan.simulate.replay import predict, replay
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
-from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.profile import DeviceLimits
 from lightning_harmony.plan.values.task import Phase
 from support.plans import STEP, machines, plans
 
@@ -26,7 +26,7 @@ RECORDING = Recording(STEP, predict(STEP), "just-in-time: nothing reads all grad
 
 @given(planned=plans(), machine=machines)
 @limits(max_examples=30)
-def test_what_is_written_is_read_back(planned: tuple[Plan, tuple[Cost, ...]], machine: MachineLimits) -> None:
+def test_what_is_written_is_read_back(planned: tuple[Plan, tuple[Cost, ...]], machine: DeviceLimits) -> None:
     plan, packs = planned
     measured = replay(plan, lower(plan, packs, None), packs, replace(machine, capacity_bytes=None))
     recording = Recording(plan, measured, "deferred: so")

@@ -13,13 +13,13 @@ from lightning_harmony.plan.search.search import search_better
 from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
-from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.profile import DeviceLimits
 from support.plans import LAYER
 
 NAMES = [f"layer {number}" for number in range(6)]
 COSTS: dict[str, Cost] = {name: replace(LAYER, name=name) for name in [*NAMES, "unused"]}
 # With no limit the rules make one pack, whose way nothing hides.
-SLOW = MachineLimits(None, 10.0, 10.0, None, 10.0)
+SLOW = DeviceLimits(None, 10.0, 10.0, None, 10.0)
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def searching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_harmony.plan.search.search.SHORT_SECONDS", 0.0)
 
 
-def by_rules(machine: MachineLimits) -> Plan:
+def by_rules(machine: DeviceLimits) -> Plan:
     packs = fitting_packs(COSTS, NAMES, [machine.capacity_bytes], "pipeline")
     plan = with_graphs(packed(packs, COSTS, NAMES, 1, "pipeline"), COSTS, 4, [machine.free_bytes])
     return with_costs(plan, COSTS, machine)
@@ -57,16 +57,16 @@ def test_a_short_step_keeps_the_plan_by_rules() -> None:
 
 
 def test_packs_have_the_capacity_and_graphs_what_a_step_finds_of_it() -> None:
-    machine = MachineLimits(4000, occupied_bytes=1000)
+    machine = DeviceLimits(4000, occupied_bytes=1000)
     plan = decide(COSTS, NAMES, 4, machine)
     assert plan == by_rules(machine)
-    assert plan.packs == decide(COSTS, NAMES, 4, MachineLimits(4000)).packs
+    assert plan.packs == decide(COSTS, NAMES, 4, DeviceLimits(4000)).packs
     assert plan.predicted is not None
     assert 1000 < max(plan.predicted.peak_bytes) <= 4000
 
 
 def test_a_plan_without_room_has_no_prediction_and_is_not_searched() -> None:
-    assert decide(COSTS, NAMES, 4, MachineLimits(120)).predicted is None
+    assert decide(COSTS, NAMES, 4, DeviceLimits(120)).predicted is None
 
 
 # Weights and gradients of 8, optimizer state of 16; copies of 8 a second, updates that use up 4 a second.
@@ -74,7 +74,7 @@ STATE = Cost("layer", 8, 8, copied_bytes=8, forward_seconds=1.0, backward_second
 
 
 def stays(capacity: int | None, *, may_stay: bool = True, update_speed: float | None = 1.0) -> Plan:
-    machine = MachineLimits(capacity, 8.0, 8.0, None, update_speed, updates_in_place=True, state_may_stay=may_stay)
+    machine = DeviceLimits(capacity, 8.0, 8.0, None, update_speed, updates_in_place=True, state_may_stay=may_stay)
     return decide({name: replace(STATE, name=name) for name in NAMES}, NAMES, 1, machine)
 
 

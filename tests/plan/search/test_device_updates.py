@@ -15,17 +15,17 @@ from lightning_harmony.plan.simulate.replay import predict, replay
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
-from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 from lightning_harmony.plan.values.task import Errand
 from support.plans import names
 
 # Weights and gradients 8, of which 8 cross the bus; 1 s forward, 3 s backward.
 PACK = Cost("pack", 8, 8, copied_bytes=8, forward_seconds=1.0, backward_seconds=3.0)
 # 1 s each way for weights or gradients, 2 s for the update of a pack.
-MACHINE = MachineLimits(None, 8.0, 8.0, None, 4.0, updates_in_place=True)
+MACHINE = DeviceLimits(None, 8.0, 8.0, None, 4.0, updates_in_place=True)
 
 
-def plan_of(num_packs: int = 4, machine: MachineLimits = MACHINE, **more: object) -> Plan:
+def plan_of(num_packs: int = 4, machine: DeviceLimits = MACHINE, **more: object) -> Plan:
     layers = tuple(replace(PACK, name=f"layer {index}") for index in range(num_packs))
     plan = Plan(
         names(num_packs),
@@ -87,7 +87,7 @@ def test_a_backward_waits_for_an_update_that_has_its_room() -> None:
 CAST = replace(PACK, weight_bytes=4, master_bytes=8, staging_bytes=2)
 
 
-def cast_plan(machine: MachineLimits = MACHINE, **more: object) -> Plan:
+def cast_plan(machine: DeviceLimits = MACHINE, **more: object) -> Plan:
     plan = plan_of(machine=machine, **more)
     layers = tuple(replace(CAST, name=cost.name) for cost in plan.profile.layers)  # type: ignore[union-attr]
     return replace(plan, profile=Profile(layers, machine), device_updated=frozenset(range(4)))
@@ -174,7 +174,7 @@ def test_fewer_packs_are_fused_where_updates_have_more_use_of_the_memory() -> No
         master_bytes=805 * 10**6,
     )
     costs = {f"block {index}": replace(block, name=f"block {index}") for index in range(26)}
-    machine = MachineLimits(15 * gigabyte, 50e9, 50e9, None, 12.5e9, gigabyte, pools_apart=True)
+    machine = DeviceLimits(15 * gigabyte, 50e9, 50e9, None, 12.5e9, gigabyte, pools_apart=True)
     on_host = decide(costs, list(costs), 8, machine)
     chosen = decide(costs, list(costs), 8, replace(machine, updates_in_place=True))
     assert not on_host.device_updated
@@ -211,7 +211,7 @@ def test_fewer_packs_are_updated_where_their_gradients_are_if_more_would_take_lo
     ids=["on the host", "summed on several devices", "no pack stays"],
 )
 def test_gradients_go_to_the_host_first_where_packs_cannot_be_updated_in_place(
-    machine: MachineLimits, more: dict[str, object]
+    machine: DeviceLimits, more: dict[str, object]
 ) -> None:
     plan = plan_of(machine=machine)
     plan = replace(plan, **more, first_fused=4 if "reuse" in more else 3)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 from lightning_harmony.plan.search.deciding import decide
 from lightning_harmony.plan.search.fitting import fitted, least_bytes
 from lightning_harmony.plan.values.plan import Plan
-from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 from support.plans import LAYER, names
 
 NUM_LAYERS = 4
@@ -24,7 +24,7 @@ LAYERS = tuple(
 
 def plan_in(capacity: int | None, num_microbatches: int = 4, **options: int) -> Plan:
     packs = names(NUM_LAYERS)
-    profile = Profile(LAYERS, MachineLimits(capacity))
+    profile = Profile(LAYERS, DeviceLimits(capacity))
     plan = Plan(packs, tuple(range(NUM_LAYERS)), NUM_LAYERS, num_microbatches=num_microbatches, profile=profile)
     return replace(plan, **options)  # type: ignore[arg-type]
 
@@ -62,12 +62,12 @@ def test_all_microbatches_may_be_on_one_of_several_devices(parallel: str) -> Non
     # What is sent to the device comes beside what was found there.
     each = CARRIED + LAYER.input_bytes
     assert least_bytes(plan, 4) == ALONE + (4 if parallel == "pipeline" else 2) * each
-    tight = replace(plan, profile=Profile(LAYERS, MachineLimits(least_bytes(plan, 4) - 1)))
+    tight = replace(plan, profile=Profile(LAYERS, DeviceLimits(least_bytes(plan, 4) - 1)))
     assert fitted(tight)[1] is False
 
 
 def test_what_a_prediction_has_room_for_stays_as_it_is() -> None:
-    plan = decide({cost.name: cost for cost in LAYERS}, [cost.name for cost in LAYERS], 4, MachineLimits(2000))
+    plan = decide({cost.name: cost for cost in LAYERS}, [cost.name for cost in LAYERS], 4, DeviceLimits(2000))
     assert plan.predicted is not None
     assert fitted(plan) == (plan, True)
 

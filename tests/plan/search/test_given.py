@@ -14,7 +14,7 @@ from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.simulate.validity import refuse_invalid
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
-from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 from support.plans import STEP, names
 
 LAYERS = [Cost(f"layer {index}", 10, 10) for index in range(3)]
@@ -118,7 +118,7 @@ class TestNonsense:
             read_plan(replace(PLAN, profile=profile))
 
     def test_a_speed_of_nothing_is_refused(self) -> None:
-        profile = Profile((Cost("layer 0", 5, 10),), MachineLimits(None, 0.0))
+        profile = Profile((Cost("layer 0", 5, 10),), DeviceLimits(None, 0.0))
         with pytest.raises(PlanError, match=r"swap_in_bytes_per_second: Expected `float` > 0"):
             read_plan(replace(PLAN, profile=profile))
 
@@ -164,7 +164,7 @@ class TestRefuseUnfit:
 
     def test_what_work_and_graphs_take_counts_where_it_was_measured(self) -> None:
         layers = tuple(replace(cost, graph_bytes=30) for cost in LAYERS)
-        plan = replace(PLAN, kept=frozenset({1}), profile=Profile(layers, MachineLimits(200)))
+        plan = replace(PLAN, kept=frozenset({1}), profile=Profile(layers, DeviceLimits(200)))
         plan = replace(plan, predicted=Predicted(1.0, predict(plan).peak_bytes))
         refuse_unfit(plan, LAYERS, [], "same", 200)
         refuse_unfit(plan, LAYERS, [], "same", None)

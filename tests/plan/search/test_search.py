@@ -30,7 +30,7 @@ from lightning_harmony.plan.search.search import (
 from lightning_harmony.plan.simulate.replay import predict, with_prediction
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Parallel, Plan, Predicted, visits_of
-from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 from support.plans import LAYER, costs, machines, plans, speeds
 
 SPEEDS = ("swap_in_bytes_per_second", "swap_out_bytes_per_second", "update_bytes_per_second")
@@ -48,7 +48,7 @@ def profiles(draw: st.DrawFn, most_layers: int = 5) -> Profile:
     return Profile(layers, draw(machines))
 
 
-def chain(num_layers: int, machine: MachineLimits, **cost: float) -> Profile:
+def chain(num_layers: int, machine: DeviceLimits, **cost: float) -> Profile:
     return Profile(tuple(replace(LAYER, name=f"layer {i}", **cost) for i in range(num_layers)), machine)  # type: ignore[arg-type]
 
 
@@ -137,7 +137,7 @@ class TestBruteForce:
             replace(LAYER, name=f"layer {i}", gradient_bytes=40 + i * 37 % 100, forward_seconds=float(1 + i % 3))
             for i in range(ALL_LAYERS)
         )
-        self.check(Profile(layers, MachineLimits(900, 50.0, 50.0, None, 30.0)), range(8), 2)
+        self.check(Profile(layers, DeviceLimits(900, 50.0, 50.0, None, 30.0)), range(8), 2)
 
     def check(self, profile: Profile, calls: Sequence[int], num_microbatches: int) -> None:
         fastest = min(map(replayed_seconds, every_plan(profile, calls, num_microbatches)))
@@ -165,7 +165,7 @@ class TestLeastSeconds:
     @pytest.mark.nightly
     @given(plans(), machines)
     @settings(max_examples=300)
-    def test_no_replay_takes_less(self, planned: tuple[Plan, tuple[Cost, ...]], machine: MachineLimits) -> None:
+    def test_no_replay_takes_less(self, planned: tuple[Plan, tuple[Cost, ...]], machine: DeviceLimits) -> None:
         plan, packs = planned
         layers = tuple(replace(cost, name=name) for cost, (name,) in zip(packs, plan.packs, strict=True))
         plan = replace(plan, profile=Profile(layers, machine))
@@ -175,11 +175,11 @@ class TestLeastSeconds:
         """Packs go round the devices, but not where each microbatch goes through all of them by itself."""
         costs = tuple(Cost(f"layer {number}", 0, 0, backward_seconds=float(number in (0, 4))) for number in range(5))
         plan = Plan(tuple((cost.name,) for cost in costs), tuple(range(5)), 5, num_devices=2, num_microbatches=2)
-        plan = replace(plan, reuse="none", lookahead=0, profile=Profile(costs, MachineLimits()))
-        assert least_seconds(plan, costs, MachineLimits()) == replayed_seconds(plan) == 3.0
+        plan = replace(plan, reuse="none", lookahead=0, profile=Profile(costs, DeviceLimits()))
+        assert least_seconds(plan, costs, DeviceLimits()) == replayed_seconds(plan) == 3.0
 
     def test_is_reached_where_nothing_but_computing_counts(self) -> None:
-        profile = chain(3, MachineLimits())
+        profile = chain(3, DeviceLimits())
         plan = Plan(tuple((cost.name,) for cost in profile.layers), (0, 1, 2), 2, frozenset({1}), profile=profile)
         plan = replace(plan, num_microbatches=4)
         assert least_seconds(plan, profile.layers, profile.machine) == predict(plan).seconds == 4 * (4 + 3 + 3)
@@ -202,7 +202,7 @@ class TestCapacity:
     @pytest.mark.parametrize("num_layers", [6, 40])
     @pytest.mark.parametrize("num_devices", [1, 2])
     def test_a_larger_one_is_not_predicted_to_be_slower(self, num_layers: int, num_devices: int) -> None:
-        profile = chain(num_layers, MachineLimits(None, 150.0, 150.0, 1000.0, 90.0))
+        profile = chain(num_layers, DeviceLimits(None, 150.0, 150.0, 1000.0, 90.0))
         found = [
             found_seconds(
                 replace(profile, machine=replace(profile.machine, capacity_bytes=capacity)),
@@ -222,13 +222,13 @@ class TestManyLayers:
     def test_the_plan_holds_every_layer_once_in_order(
         self, num_layers: int, num_microbatches: int, speed: float | None, capacity: int | None
     ) -> None:
-        profile = chain(num_layers, MachineLimits(capacity, speed, speed, None, speed))
+        profile = chain(num_layers, DeviceLimits(capacity, speed, speed, None, speed))
         plan = search(profile, range(num_layers), num_microbatches)
         assert [name for pack in plan.packs for name in pack] == [cost.name for cost in profile.layers]
         assert plan.predicted == Predicted(predict(plan).seconds, predict(plan).peak_bytes)
 
     def test_layers_that_are_not_called_are_packs_behind_the_others(self) -> None:
-        plan = search(chain(12, MachineLimits()), [*range(10), 0], 2)
+        plan = search(chain(12, DeviceLimits()), [*range(10), 0], 2)
         assert plan.packs[-2:] == (("layer 10",), ("layer 11",))
         assert set(plan.visits) == set(range(len(plan.packs) - 2))
         assert plan.visits[0] == plan.visits[-1]
@@ -239,14 +239,14 @@ class TestManyLayers:
             replace(LAYER, name=f"layer {i}", weight_bytes=10 if i < 8 else 100, forward_seconds=9.0 if i < 8 else 1.0)
             for i in range(16)
         )
-        plan = search(Profile(layers, MachineLimits()), range(16), 8, num_devices=2)
-        one = search(Profile(layers, MachineLimits()), range(16), 8)
+        plan = search(Profile(layers, DeviceLimits()), range(16), 8, num_devices=2)
+        one = search(Profile(layers, DeviceLimits()), range(16), 8)
         assert seconds_of(plan) < 0.65 * seconds_of(one)
 
     @pytest.mark.parametrize("num_layers", [5, 33])
     @pytest.mark.parametrize("num_devices", [2, 4])
     def test_a_heavy_last_layer_of_a_pipeline_is_spread(self, num_layers: int, num_devices: int) -> None:
-        profile = with_head(chain(num_layers, MachineLimits(None, 1e3, 1e3, 1e3)), 12.0)
+        profile = with_head(chain(num_layers, DeviceLimits(None, 1e3, 1e3, 1e3)), 12.0)
         options = {"num_devices": num_devices, "most_tasks": 20_000}
         plan = search(profile, range(num_layers), 8, **options)
         assert ("layer head",) in [plan.packs[pack][-1:] for pack in plan.spread]
@@ -255,19 +255,19 @@ class TestManyLayers:
         assert plan == search(profile, range(num_layers), 8, **options)
 
     def test_one_device_spreads_nothing_nor_do_microbatches_with_devices_of_their_own(self) -> None:
-        profile = with_head(chain(5, MachineLimits()), 12.0)
+        profile = with_head(chain(5, DeviceLimits()), 12.0)
         for options in ({}, {"num_devices": 2, "parallel": "data"}):
             assert not search(profile, range(5), 4, **options).spread
 
     @pytest.mark.parametrize("num_devices", [2, 4])
     def test_a_balanced_pipeline_spreads_nothing(self, num_devices: int) -> None:
-        profile = chain(8, MachineLimits(None, 1e3, 1e3, 1e3), recompute_seconds=0.0)
+        profile = chain(8, DeviceLimits(None, 1e3, 1e3, 1e3), recompute_seconds=0.0)
         plan = search(profile, range(8), 8, num_devices=num_devices)
         assert not plan.spread
 
     def test_nothing_is_spread_whose_gradients_are_long_on_their_way(self) -> None:
         for transfer, spreads in ((1e3, True), (1.0, False)):
-            profile = with_head(chain(5, MachineLimits(None, 1e3, 1e3, transfer)), 12.0)
+            profile = with_head(chain(5, DeviceLimits(None, 1e3, 1e3, transfer)), 12.0)
             assert bool(search(profile, range(5), 8, num_devices=2).spread) == spreads
 
     def test_what_is_replayed_is_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ class TestManyLayers:
             return with_prediction(plan)
 
         monkeypatch.setattr("lightning_harmony.plan.search.search.with_prediction", counting)
-        profile = chain(40, MachineLimits(2000, 100.0, 100.0, None, 100.0))
+        profile = chain(40, DeviceLimits(2000, 100.0, 100.0, None, 100.0))
         assert search_if_any(profile, range(40), 4, most_tasks=0) is None
         assert not replayed
         search(profile, range(40), 4, most_tasks=3000)
@@ -288,7 +288,7 @@ class TestManyLayers:
 class TestBetter:
     def plan(self, **cost: float) -> Plan:
         """By packs that are much too large: nothing hides their way."""
-        profile = chain(6, MachineLimits(None, 10.0, 10.0, None, 10.0), **cost)
+        profile = chain(6, DeviceLimits(None, 10.0, 10.0, None, 10.0), **cost)
         names = tuple(cost.name for cost in profile.layers)
         plan = Plan((names[:3], names[3:]), (0, 1), 1, num_microbatches=2, fingerprint="of the model", profile=profile)
         return replace(plan, predicted=Predicted(predict(plan).seconds, ()))
@@ -304,7 +304,7 @@ class TestBetter:
     def test_the_forward_joins_turns_that_take_longer_than_what_that_costs(
         self, capacity: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        profile = chain(6, MachineLimits(capacity, 150.0, 150.0, 1000.0, 90.0))
+        profile = chain(6, DeviceLimits(capacity, 150.0, 150.0, 1000.0, 90.0))
         names = tuple(cost.name for cost in profile.layers)
         plan = Plan(tuple((name,) for name in names), tuple(range(6)), 6, num_microbatches=3, profile=profile)
         plan = replace(plan, predicted=Predicted(1000.0, ()))
@@ -314,7 +314,7 @@ class TestBetter:
             assert better.profile is not None
             spared = replace(better.profile.machine, capacity_bytes=capacity and int(capacity * (1 - SPARE_SHARE)))
 
-            def score(one: Plan, seconds: float = seconds, spared: MachineLimits = spared) -> float:
+            def score(one: Plan, seconds: float = seconds, spared: DeviceLimits = spared) -> float:
                 turns = 3 * (len(one.forward_turns) + one.first_fused + 1)
                 return replayed_seconds(replace(one, profile=Profile(profile.layers, spared))) + seconds * turns
 
@@ -324,7 +324,7 @@ class TestBetter:
     @pytest.mark.parametrize(("seconds", "spreads"), [(2.0, True), (0.9, False)])
     def test_a_plan_with_the_same_packs_spread_has_to_gain_less(self, seconds: float, spreads: bool) -> None:
         """All else in it is as well or badly predicted: it gains 8 % or 4 %, both less than `CLEAR_SHARE`."""
-        profile = with_head(chain(17, MachineLimits(), recompute_seconds=0.0), seconds)
+        profile = with_head(chain(17, DeviceLimits(), recompute_seconds=0.0), seconds)
         names, visits = tuple((cost.name,) for cost in profile.layers), tuple(range(17))
         plan = Plan(names, visits, 16, num_devices=2, num_microbatches=16, fingerprint="of it", profile=profile)
         plan = replace(plan, predicted=Predicted(predict(plan).seconds, ()))
@@ -350,7 +350,7 @@ class TestBetter:
         assert seconds_of(search_better(rival, range(6))) == seconds
 
     def test_a_short_step_is_left_as_it_is(self) -> None:
-        machine = MachineLimits(None, 1e3 / SHORT_SECONDS, 1e3 / SHORT_SECONDS, None, 1e3 / SHORT_SECONDS)
+        machine = DeviceLimits(None, 1e3 / SHORT_SECONDS, 1e3 / SHORT_SECONDS, None, 1e3 / SHORT_SECONDS)
         profile = chain(6, machine, forward_seconds=0.0, backward_seconds=0.0)
         names = tuple(cost.name for cost in profile.layers)
         plan = Plan((names,), (0,), 0, num_microbatches=1, profile=profile)
@@ -369,7 +369,7 @@ class TestBetter:
     def test_where_no_other_fits_the_plan_stays(self) -> None:
         plan = self.plan()
         assert plan.profile is not None
-        plan = replace(plan, profile=replace(plan.profile, machine=MachineLimits(150)))
+        plan = replace(plan, profile=replace(plan.profile, machine=DeviceLimits(150)))
         assert search_better(plan, range(6)) is plan
 
     def test_a_part_of_the_capacity_is_spared(self) -> None:

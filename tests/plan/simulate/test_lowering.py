@@ -11,7 +11,7 @@ from lightning_harmony.plan.simulate.lowering import lower, weight_moves
 from lightning_harmony.plan.simulate.order import stays
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import LOOKAHEAD, Plan
-from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 from lightning_harmony.plan.values.task import Errand, Phase, Task
 from support.plans import compute, names, plans
 
@@ -156,7 +156,7 @@ def test_capacity_changes_swaps_and_nothing_else(planned: tuple[Plan, tuple[Cost
 
 def with_profile(plan: Plan, packs: tuple[Cost, ...], capacity: int | None) -> Plan:
     layers = tuple(replace(cost, name=name) for (name,), cost in zip(plan.packs, packs, strict=True))
-    return replace(plan, profile=Profile(layers, MachineLimits(capacity)))
+    return replace(plan, profile=Profile(layers, DeviceLimits(capacity)))
 
 
 @given(plans(), st.none() | st.integers(10, 200))

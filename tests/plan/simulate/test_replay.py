@@ -17,13 +17,13 @@ from lightning_harmony.plan.simulate.replay import predict, replay
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
-from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 from lightning_harmony.plan.values.task import Errand, Task
 from support.plans import CannotRun, compute, machines, names, plans
 
 # Weights 10 (of which 20 cross the bus), gradients 8, work 3 and 5, graph 6, input 2, stash 4; 1 s forward, 2 s backward.
 PACK = Cost("pack", 10, 8, 3, 5, 6, 20, 2, 4, 1.0, 2.0, 1.0)
-FREE = MachineLimits()
+FREE = DeviceLimits()
 Planned = tuple[Plan, tuple[Cost, ...]]
 
 
@@ -48,7 +48,7 @@ THREE_TASKS = (
 
 def updates_of(update_bytes_per_second: float) -> tuple[float, dict[int, tuple[float, float]]]:
     """How long a step of three packs takes, and when each is updated. Forwards begin at 2, 4 and 6; all else ends at 12.8."""
-    machine = MachineLimits(None, 10.0, 10.0, None, update_bytes_per_second)
+    machine = DeviceLimits(None, 10.0, 10.0, None, update_bytes_per_second)
     found = replay(chain(3, 2, 1), grid(THREE_TASKS), [PACK] * 3, machine)
     spans = [span for span in found.devices[0].spans if span.task.kind is Errand.UPDATE]
     return found.seconds, {span.task.pack: (round(span.start_seconds, 6), round(span.end_seconds, 6)) for span in spans}
@@ -65,7 +65,7 @@ class TestUpdates:
         assert seconds == pytest.approx(12.9)
 
     def test_state_on_disk_takes_the_time_of_the_disk_where_that_is_longer(self) -> None:
-        machine = MachineLimits(None, 10.0, 10.0, None, 80.0, disk_bytes_per_second=10.0)
+        machine = DeviceLimits(None, 10.0, 10.0, None, 80.0, disk_bytes_per_second=10.0)
         packs = [PACK, replace(PACK, disk_bytes=30), replace(PACK, disk_bytes=1)]
         found = replay(chain(3, 2, 1), grid(THREE_TASKS), packs, machine)
         spans = [span for span in found.devices[0].spans if span.task.kind is Errand.UPDATE]
@@ -80,7 +80,7 @@ class TestUpdates:
 
     def test_where_weights_may_be_looked_at_between_steps_each_waits_for_its_own(self) -> None:
         """Steps that updates bound were predicted a quarter too short for whoever has a callback between them."""
-        machine = MachineLimits(None, 10.0, 10.0, None, 8 / 5, updates_outlast=False)
+        machine = DeviceLimits(None, 10.0, 10.0, None, 8 / 5, updates_outlast=False)
         found = replay(chain(3, 2, 1), grid(THREE_TASKS), [PACK] * 3, machine)
         assert found.seconds == pytest.approx(23.8)
 
@@ -94,7 +94,7 @@ class TestUpdates:
 
     def test_what_is_asked_for_behind_gradients_waits_with_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("lightning_harmony.plan.simulate.gradient_rules.RING", 1)
-        machine = MachineLimits(None, 10.0, 10.0, None, 8 / 5)
+        machine = DeviceLimits(None, 10.0, 10.0, None, 8 / 5)
         found = replay(chain(3, 2, 1), grid(THREE_TASKS), [PACK] * 3, machine)
         starts = {str(span.task): span.start_seconds for span in found.devices[0].spans}
         # The first one's update ends at 13.8, the second one's 5.8 s after its gradients have left.
@@ -111,7 +111,7 @@ class TestUpdates:
 class TestTimes:
     def test_what_does_not_wait_for_anything_runs_beside_the_rest(self) -> None:
         # Swaps take 20 s in and 8 s out, an update 4 s; a stash 4 s either way.
-        machine = MachineLimits(None, 1.0, 1.0, None, 2.0)
+        machine = DeviceLimits(None, 1.0, 1.0, None, 2.0)
         times = {
             str(span.task): (span.start_seconds, span.end_seconds)
             for span in replay(TWO, grid(TWO_TASKS), [PACK] * 2, machine).devices[0].spans
@@ -135,14 +135,14 @@ class TestTimes:
         }
 
     def test_weights_that_are_not_fetched_ahead_come_when_the_device_has_nothing_to_do(self) -> None:
-        machine = MachineLimits(None, 1.0, 1.0, None, 2.0)
+        machine = DeviceLimits(None, 1.0, 1.0, None, 2.0)
         spans = replay(replace(TWO, lookahead=0), grid(TWO_TASKS), [PACK] * 2, machine).devices[0].spans
         starts = {str(span.task): span.start_seconds for span in spans}
         # The forward of the pack before lasts from 20 to 21.
         assert (starts["0F0"], starts["1SWAP_IN"]) == (20, 21)
 
     def test_a_task_waits_for_room_that_an_earlier_one_leaves(self) -> None:
-        machine = MachineLimits(None, 1.0, 1.0, None, None)
+        machine = DeviceLimits(None, 1.0, 1.0, None, None)
         # Both packs (20), the gradients of one (8), its graph (6) and what the code behind it keeps (2), and the gradient
         # that it makes (2): the stash of the other (4) has to be gone.
         machine = replace(machine, swap_out_bytes_per_second=0.1)
@@ -152,10 +152,10 @@ class TestTimes:
         # The stash began to leave at 21.
         assert starts["1B0"] == 61
         with pytest.raises(PlanError, match=r"1B0 on device 0: it takes 10 B, for which the capacity is 1 B short"):
-            replay(TWO, grid(TWO_TASKS), [PACK] * 2, MachineLimits(37))
+            replay(TWO, grid(TWO_TASKS), [PACK] * 2, DeviceLimits(37))
 
     def test_memory_is_told_for_every_moment(self) -> None:
-        machine = MachineLimits(None, 1.0, 1.0, None, None)
+        machine = DeviceLimits(None, 1.0, 1.0, None, None)
         (device,) = replay(TWO, grid(TWO_TASKS), [PACK] * 2, machine).devices
         # Weights; more of them, and what becomes output and stash; the output alone; what becomes the graph with it; ...
         assert device.memory[:4] == ((0.0, 10), (20.0, 26), (25.0, 22), (40.0, 31))
@@ -163,7 +163,7 @@ class TestTimes:
         assert device.peak_bytes == max(num_bytes for _, num_bytes in device.memory)
 
     def test_what_a_step_finds_taken_counts(self) -> None:
-        machine = MachineLimits(48, 1.0, 1.0, None, None)
+        machine = DeviceLimits(48, 1.0, 1.0, None, None)
         free, taken = (
             replay(TWO, grid(TWO_TASKS), [PACK] * 2, replace(machine, occupied_bytes=occupied)).devices[0]
             for occupied in (0, 5)
@@ -183,23 +183,23 @@ class TestTimes:
         assert max(num_bytes for _, num_bytes in device.memory) == 8
         assert device.peak_bytes == 8 + 8
         # It is waited for where there is no room.
-        assert replay(TWO, grid(tasks), packs, MachineLimits(9)).peak_bytes == (9,)
+        assert replay(TWO, grid(tasks), packs, DeviceLimits(9)).peak_bytes == (9,)
         forth = " ".join(f"{pack}SWAP_IN {pack}F0" for pack in range(6))
         back = " ".join(f"{pack}B0 {pack}SWAP_OUT {pack}U {pack}EVICT" for pack in reversed(range(6)))
         six = replay(chain(6, 0, 1), grid(f"{forth} {back}"), packs[:1] * 6, FREE)
         assert six.peak_bytes == (8 + LATE_TURNS * 8,)
         # Where copies never end by themselves, all of it is there, as far as there is room.
         assert six.devices[0].bound_bytes == 6 * 8
-        (narrow,) = replay(chain(6, 0, 1), grid(f"{forth} {back}"), packs[:1] * 6, MachineLimits(37)).devices
+        (narrow,) = replay(chain(6, 0, 1), grid(f"{forth} {back}"), packs[:1] * 6, DeviceLimits(37)).devices
         assert narrow.bound_bytes == 37
 
     def test_what_casting_takes_is_there_while_weights_come(self) -> None:
         packs = [Cost("pack", 10, 0, copied_bytes=20, forward_seconds=1.0, staging_bytes=7)] * 2
         tasks = "0SWAP_IN 0F0 1SWAP_IN 1F0 1B0 0B0 1EVICT 0EVICT"
-        (device,) = replay(TWO, grid(tasks), packs, MachineLimits(27, swap_in_bytes_per_second=1.0)).devices
+        (device,) = replay(TWO, grid(tasks), packs, DeviceLimits(27, swap_in_bytes_per_second=1.0)).devices
         assert device.memory[:4] == ((0.0, 17), (20.0, 27), (40.0, 20), (41.0, 0))
         with pytest.raises(PlanError, match="1 B short"):
-            replay(TWO, grid(tasks), packs, MachineLimits(26))
+            replay(TWO, grid(tasks), packs, DeviceLimits(26))
 
     def test_devices_of_a_pipeline_work_at_the_same_time(self) -> None:
         packs = [replace(PACK, gradient_bytes=0)] * 2
@@ -225,7 +225,7 @@ class TestTimes:
     def test_gradients_are_gathered_beside_all_else(self) -> None:
         """Those of another device cross over, 8 s each; the sum of one waits for that of the one before."""
         plan = chain(2, 1, 4, num_devices=2, spread=frozenset({1}))
-        machine = MachineLimits(None, None, None, 1.0)
+        machine = DeviceLimits(None, None, None, 1.0)
         devices = replay(plan, lower(plan, [PACK] * 2, None), [PACK] * 2, machine).devices
         times = {str(s.task): (s.start_seconds, s.end_seconds) for device in devices for s in device.spans}
         assert {name: times[name] for name in times if "1B" in name or "GATHER" in name or name == "1SWAP_OUT"} == {
@@ -254,7 +254,7 @@ class TestBytes:
         pack = Cost("pack", 10, 10, copied_bytes=10)
         plan = chain(num_packs, num_packs - 1, num_microbatches, num_devices=num_devices)
         capacity = 20
-        swapped = replay(plan, lower(plan, [pack] * num_packs, capacity), [pack] * num_packs, MachineLimits(capacity))
+        swapped = replay(plan, lower(plan, [pack] * num_packs, capacity), [pack] * num_packs, DeviceLimits(capacity))
         weights = sum(device.swapped_in_bytes["weights"] for device in swapped.devices)
         gradients = sum(device.swapped_out_bytes["gradients"] for device in swapped.devices)
         assert gradients == num_packs * 10
@@ -265,7 +265,7 @@ class TestBytes:
     def test_data_placement_swaps_weights_for_each_device_and_gradients_once(self, num_devices: int) -> None:
         pack = Cost("pack", 10, 10, copied_bytes=10)
         plan = chain(12, 11, 8, num_devices=num_devices, parallel="data")
-        swapped = replay(plan, lower(plan, [pack] * 12, 20), [pack] * 12, MachineLimits(20))
+        swapped = replay(plan, lower(plan, [pack] * 12, 20), [pack] * 12, DeviceLimits(20))
         assert {device.swapped_in_bytes["weights"] for device in swapped.devices} == {10 * (24 - 1)}
         assert sum(device.swapped_out_bytes["gradients"] for device in swapped.devices) == 120
         assert sum(device.transferred_bytes for device in swapped.devices) == 120 * (num_devices - 1)
@@ -284,7 +284,7 @@ class TestBytes:
         """At home the sums and what comes, elsewhere gradients until they have come; weights leave room for neither."""
         pack = Cost("pack", 10, 8, forward_seconds=1.0, backward_seconds=1.0)
         plan = chain(1, 0, 2, num_devices=2, spread=frozenset({0}))
-        machine = MachineLimits(None, None, None, 1.0)
+        machine = DeviceLimits(None, None, None, 1.0)
         home, other = replay(plan, lower(plan, [pack], None), [pack], machine).devices
         assert home.memory == ((0.0, 10), (1.0, 18), (2.0, 16), (10.0, 0))
         assert other.memory == ((0.0, 10), (1.0, 18), (2.0, 8), (10.0, 0))
@@ -460,7 +460,7 @@ class TestRules:
 
 class TestMutations:
     @given(plans(), machines, st.data())
-    def test_what_is_dropped_is_missed(self, planned: Planned, machine: MachineLimits, data: st.DataObject) -> None:
+    def test_what_is_dropped_is_missed(self, planned: Planned, machine: DeviceLimits, data: st.DataObject) -> None:
         plan, packs, schedule = accepted(planned, machine)
         device, place = data.draw(places(schedule))
         tasks = schedule.devices[device]
@@ -472,7 +472,7 @@ class TestMutations:
             refused(plan, packs, mutant, machine)
 
     @given(plans(), machines, st.data())
-    def test_what_is_repeated_is_noticed(self, planned: Planned, machine: MachineLimits, data: st.DataObject) -> None:
+    def test_what_is_repeated_is_noticed(self, planned: Planned, machine: DeviceLimits, data: st.DataObject) -> None:
         plan, packs, schedule = accepted(planned, machine)
         device, place = data.draw(places(schedule))
         tasks = schedule.devices[device]
@@ -482,7 +482,7 @@ class TestMutations:
 
     @given(plans(), machines, st.data())
     def test_what_is_exchanged_is_noticed_or_harmless(
-        self, planned: Planned, machine: MachineLimits, data: st.DataObject
+        self, planned: Planned, machine: DeviceLimits, data: st.DataObject
     ) -> None:
         plan, packs, schedule = accepted(planned, machine)
         device, place = data.draw(places(schedule))
@@ -492,7 +492,7 @@ class TestMutations:
         refused_or_harmless(plan, packs, schedule, changed(schedule, device, tuple(tasks)), machine)
 
 
-def accepted(planned: Planned, machine: MachineLimits) -> tuple[Plan, tuple[Cost, ...], Schedule]:
+def accepted(planned: Planned, machine: DeviceLimits) -> tuple[Plan, tuple[Cost, ...], Schedule]:
     plan, packs = planned
     schedule = lower(plan, packs, machine.capacity_bytes)
     assume(any(schedule.devices))
@@ -514,13 +514,13 @@ def changed(schedule: Schedule, device: int, tasks: tuple[Task, ...]) -> Schedul
     return Schedule(tuple(tasks if d == device else others for d, others in enumerate(schedule.devices)))
 
 
-def refused(plan: Plan, packs: tuple[Cost, ...], mutant: Schedule, machine: MachineLimits) -> None:
+def refused(plan: Plan, packs: tuple[Cost, ...], mutant: Schedule, machine: DeviceLimits) -> None:
     with pytest.raises(PlanError, match=r" \| "):
         replay(plan, mutant, packs, machine)
 
 
 def refused_or_harmless(
-    plan: Plan, packs: tuple[Cost, ...], schedule: Schedule, mutant: Schedule, machine: MachineLimits
+    plan: Plan, packs: tuple[Cost, ...], schedule: Schedule, mutant: Schedule, machine: DeviceLimits
 ) -> None:
     """A mutant that passes computes the same, and keeps within the capacity."""
     expected = compute(plan, packs, schedule)
@@ -534,7 +534,7 @@ def refused_or_harmless(
 
 class TestProperties:
     @given(plans(), machines)
-    def test_without_a_limit_what_lowering_emits_is_accepted(self, planned: Planned, machine: MachineLimits) -> None:
+    def test_without_a_limit_what_lowering_emits_is_accepted(self, planned: Planned, machine: DeviceLimits) -> None:
         plan, packs = planned
         schedule = lower(plan, packs, None)
         result = replay(plan, schedule, packs, replace(machine, capacity_bytes=None))
@@ -548,13 +548,13 @@ class TestProperties:
             assert all(num_bytes >= 0 for _, num_bytes in device.memory)
 
     @given(plans(), machines)
-    def test_the_capacity_is_never_exceeded(self, planned: Planned, machine: MachineLimits) -> None:
+    def test_the_capacity_is_never_exceeded(self, planned: Planned, machine: DeviceLimits) -> None:
         plan, packs, schedule = accepted(planned, machine)
         result = replay(plan, schedule, packs, machine)
         assert machine.capacity_bytes is None or max(result.peak_bytes) <= machine.capacity_bytes
 
     @given(plans(), machines)
-    def test_a_stream_does_one_task_at_a_time(self, planned: Planned, machine: MachineLimits) -> None:
+    def test_a_stream_does_one_task_at_a_time(self, planned: Planned, machine: DeviceLimits) -> None:
         plan, packs, schedule = accepted(planned, machine)
         result = replay(plan, schedule, packs, machine)
         by_stream: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
@@ -566,14 +566,14 @@ class TestProperties:
             assert all(end <= start for (_, end), (start, _) in pairwise(times))
 
     @given(plans(), machines)
-    def test_faster_copies_never_make_an_unlimited_step_slower(self, planned: Planned, machine: MachineLimits) -> None:
+    def test_faster_copies_never_make_an_unlimited_step_slower(self, planned: Planned, machine: DeviceLimits) -> None:
         plan, packs = planned
         schedule = lower(plan, packs, None)
         slow = replay(plan, schedule, packs, replace(machine, capacity_bytes=None))
-        assert replay(plan, schedule, packs, MachineLimits()).seconds <= slow.seconds
+        assert replay(plan, schedule, packs, DeviceLimits()).seconds <= slow.seconds
 
     @given(plans(), machines)
-    def test_what_passes_computes(self, planned: Planned, machine: MachineLimits) -> None:
+    def test_what_passes_computes(self, planned: Planned, machine: DeviceLimits) -> None:
         plan, packs, schedule = accepted(planned, machine)
         try:
             updated = compute(plan, packs, schedule)
@@ -585,7 +585,7 @@ class TestProperties:
 class TestPredict:
     def test_a_prediction_rests_on_the_profile_of_the_plan(self) -> None:
         layers = tuple(replace(PACK, name=f"layer {index}") for index in range(2))
-        plan = replace(TWO, profile=Profile(layers, MachineLimits(60, 1.0, 1.0)))
+        plan = replace(TWO, profile=Profile(layers, DeviceLimits(60, 1.0, 1.0)))
         assert predict(plan).peak_bytes[0] <= 60
         assert predict(plan, FREE).seconds == 5
         with pytest.raises(PlanError, match="does not say what its layers cost"):

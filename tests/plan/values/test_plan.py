@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted, fingerprint, merge_calls, visits_of
-from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 from lightning_harmony.plan.values.task import Phase
 from support.plans import full_plans
 
@@ -74,7 +74,7 @@ FULL = Plan(
     frozenset({0}),
     num_microbatches=4,
     fingerprint="abc",
-    profile=Profile((Cost("one", 1, 2, forward_seconds=0.5),), MachineLimits(100, 1e9)),
+    profile=Profile((Cost("one", 1, 2, forward_seconds=0.5),), DeviceLimits(100, 1e9)),
     predicted=Predicted(1.5, (99,)),
 )
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.values.cost import Cost
-from lightning_harmony.plan.values.profile import MachineLimits, Profile, share_seconds
+from lightning_harmony.plan.values.profile import DeviceLimits, Profile, share_seconds
 from lightning_harmony.plan.values.record import NarrowWeights, Origin, Record, SeenSize
 
 
@@ -28,7 +28,7 @@ def costs(samples: int, fixed: int = 7) -> tuple[Cost, ...]:
 def record(*sizes: int) -> Record:
     seen = tuple(SeenSize(size, costs(size)) for size in sizes)
     narrow = (NarrowWeights("b", (0, 2)),)
-    return Record(Origin("model", "machine", "versions"), ("a", "b", "a"), True, narrow, seen, MachineLimits(None, 3.0))
+    return Record(Origin("model", "machine", "versions"), ("a", "b", "a"), True, narrow, seen, DeviceLimits(None, 3.0))
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
@@ -100,9 +100,7 @@ class TestRefuses:
     def test_what_cannot_be_measured(self, value: Any) -> None:
         layers = tuple(replace(cost, backward_seconds=value) for cost in costs(2))
         self.refuse(replace(record(2), sizes=(SeenSize(2, layers),)), "backward_seconds: Expected `float`")
-        self.refuse(
-            replace(record(2), machine=MachineLimits(None, value)), "swap_in_bytes_per_second: Expected `float`"
-        )
+        self.refuse(replace(record(2), machine=DeviceLimits(None, value)), "swap_in_bytes_per_second: Expected `float`")
 
 
 def test_a_profile_prints_as_a_table_of_its_layers() -> None:

@@ -9,7 +9,7 @@ from statistics import median
 from lightning_harmony.engine.measure.profile_cache import ProfileCache
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.step.measurements import Measurements
-from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.profile import DeviceLimits
 from lightning_harmony.plan.values.record import NarrowWeights, Origin, Record, SeenSize
 
 # After how many steps a plan that rests on a record is held against them, of which the first ones warm up.
@@ -117,7 +117,7 @@ class FitRecord:
         size = SeenSize(num_elements, tuple(map(self._measured.cost, self._layers)))
         names = tuple(self._layers[call].name for call in calls)
         origin = Origin("", "", "") if self._records is None else self._records.origin
-        record = Record(origin, names, is_cast, self._narrow(), (size,), MachineLimits())
+        record = Record(origin, names, is_cast, self._narrow(), (size,), DeviceLimits())
         known = self._record
         if known is not None and replace(known, sizes=record.sizes, machine=record.machine) == record:
             record = known.with_size(size)

@@ -15,7 +15,7 @@ from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.engine.updates.update import Updater
 from lightning_harmony.plan.search.packing import smallest
 from lightning_harmony.plan.values.cost import Cost
-from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.profile import DeviceLimits
 from lightning_harmony.plan.values.record import Record
 
 
@@ -46,11 +46,11 @@ class Measurements:
         state = 0 if on_disk else self.updater.state_bytes(layer.parameters)
         return replace(cost, disk_bytes=on_disk, optimizer_bytes=state)
 
-    def machine(self) -> MachineLimits:
+    def machine(self) -> DeviceLimits:
         """The capacity, and the speeds that were seen."""
         # The plan says how much of that stays.
         kept = self.updater.kept_bytes()
-        return MachineLimits(
+        return DeviceLimits(
             smallest(device.capacity_bytes for device in self.devices),
             swap_in_bytes_per_second=self.profiler.swap_in.bytes_per_second,
             swap_out_bytes_per_second=self.profiler.swap_out.bytes_per_second,

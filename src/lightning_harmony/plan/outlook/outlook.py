@@ -22,7 +22,7 @@ from lightning_harmony.plan.values.line import on_line
 from lightning_harmony.plan.values.machine import Machine
 from lightning_harmony.plan.values.plan import Plan, Predicted, visits_of
 from lightning_harmony.plan.values.prediction import Prediction
-from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.profile import DeviceLimits
 from lightning_harmony.plan.values.task import COMPUTE
 
 # More microbatches are not replayed, and have the packs of so many: each of them adds as much as the one before.
@@ -195,13 +195,13 @@ class _Step:
         calls = layer.num_calls * machine.call_seconds if part != "recompute" else 0.0
         return work.device_seconds(machine), work.host_seconds(machine) + calls
 
-    def _limits(self) -> MachineLimits:
+    def _limits(self) -> DeviceLimits:
         machine = self._machine
         called = [self._profile.layers[index] for index in dict.fromkeys(self._profile.calls)]
         num_trained = sum(layer.num_trained for layer in called)
         gradients = sum(layer.cost.gradient_bytes for layer in called)
         rate = gradients / num_trained if num_trained else 1.0
-        return MachineLimits(
+        return DeviceLimits(
             self._capacity,
             swap_in_bytes_per_second=machine.swap_in_bytes_per_second,
             swap_out_bytes_per_second=machine.swap_out_bytes_per_second,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from lightning_harmony.plan.simulate.order import owner
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
-from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.profile import DeviceLimits
 
 
-def least_seconds(plan: Plan, packs: Sequence[Cost], machine: MachineLimits) -> float:
+def least_seconds(plan: Plan, packs: Sequence[Cost], machine: DeviceLimits) -> float:
     """What no replay of a plan takes less than: as long as its busiest stream, and what nothing can run beside.
 
     Args:
@@ -76,7 +76,7 @@ def runs_of(plan: Plan) -> list[dict[int, int]]:
     return runs
 
 
-def _swapped_in_bytes(packs: Sequence[Cost], machine: MachineLimits) -> float:
+def _swapped_in_bytes(packs: Sequence[Cost], machine: DeviceLimits) -> float:
     """What comes to a device: each pack, and again what isn't there any more when its backward begins."""
     once = sum(cost.copied_bytes for cost in packs)
     if machine.free_bytes is None:

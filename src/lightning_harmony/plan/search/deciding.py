@@ -9,7 +9,7 @@ from lightning_harmony.plan.search.search import CLEAR_SHARE, MOST_TASKS, search
 from lightning_harmony.plan.simulate.replay import with_prediction
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Parallel, Plan
-from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 
 # How much of the optimizer state may stay on the device; of shares that are about equally fast, the first one is taken. What
 # comes and goes holds up copies and the host in more ways than are predicted: steps predicted 1 % shorter took 25 % longer.
@@ -21,7 +21,7 @@ def decide(
     costs: Mapping[str, Cost],
     calls: Sequence[str],
     num_microbatches: int,
-    machine: MachineLimits,
+    machine: DeviceLimits,
     *,
     num_devices: int = 1,
     parallel: Parallel = "pipeline",
@@ -44,7 +44,7 @@ def decide(
     return with_homes(improved(with_costs(plan, costs, machine), calls, most_tasks=most_tasks))
 
 
-def with_costs(plan: Plan, costs: Mapping[str, Cost], machine: MachineLimits) -> Plan:
+def with_costs(plan: Plan, costs: Mapping[str, Cost], machine: DeviceLimits) -> Plan:
     """A plan with what its layers cost, and what that predicts.
 
     Args:

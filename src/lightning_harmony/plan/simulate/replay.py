@@ -41,11 +41,11 @@ from lightning_harmony.plan.simulate.validity import refuse_invalid
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
 from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction, Span
-from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.profile import DeviceLimits
 from lightning_harmony.plan.values.task import COMPUTE, UPDATE, Errand, Task
 
 
-def predict(plan: Plan, machine: MachineLimits | None = None, *, is_deferred: bool = False) -> Prediction:
+def predict(plan: Plan, machine: DeviceLimits | None = None, *, is_deferred: bool = False) -> Prediction:
     """What a step by this plan does, as far as the plan knows what its layers cost.
 
     Args:
@@ -79,7 +79,7 @@ def with_prediction(plan: Plan) -> Plan:
     return replace(plan, predicted=Predicted(prediction.seconds, prediction.peak_bytes))
 
 
-def replay(plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: MachineLimits) -> Prediction:
+def replay(plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: DeviceLimits) -> Prediction:
     """Go through the tasks of all devices by the rules.
 
     Args:
@@ -115,7 +115,7 @@ class _Replay:
         plan: Plan,
         schedule: Schedule,
         packs: Sequence[Cost],
-        machine: MachineLimits,
+        machine: DeviceLimits,
         left: Sequence[Sequence[tuple[int, float]]] = (),
     ) -> None:
         self._schedule = schedule

@@ -16,7 +16,7 @@ from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import Span
-from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.profile import DeviceLimits
 from lightning_harmony.plan.values.task import COMPUTE, STREAM_OF, STREAMS, Errand, Phase, Task
 
 
@@ -110,7 +110,7 @@ def seconds_of(num_bytes: int, bytes_per_second: float | None) -> float:
     return num_bytes / bytes_per_second if bytes_per_second else 0.0
 
 
-def _update_seconds(cost: Cost, machine: MachineLimits, *, stays: bool) -> float:
+def _update_seconds(cost: Cost, machine: DeviceLimits, *, stays: bool) -> float:
     """How long the update of a pack takes.
 
     State from disk is read and written piece by piece, under the copies of others. What stays on the device spares its time.
@@ -137,7 +137,7 @@ class ReplayState:
         devices: with their tasks and updates.
     """
 
-    def __init__(self, plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: MachineLimits) -> None:
+    def __init__(self, plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: DeviceLimits) -> None:
         if plan.num_microbatches is None or len(schedule.devices) != plan.num_devices:
             raise PlanError(
                 f"the plan is for {plan.num_devices} devices and {plan.num_microbatches} microbatches, the schedule for "

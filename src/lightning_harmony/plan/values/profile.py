@@ -1,4 +1,4 @@
-"""What a step is planned for: the machine, and what the layers cost on it."""
+"""What a step is planned for: what its devices can do, and what the layers cost on them."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from lightning_harmony.plan.values.printed import Printed, table_lines
 
 
 @dataclass(frozen=True)
-class MachineLimits:
-    """Capacity and speeds, the same for each device. A speed of None is not known: what it takes counts as no time.
+class DeviceLimits:
+    """Capacity and speeds of each device that a plan is for. A speed of None is not known: what it takes counts as no time.
 
     Attributes:
         capacity_bytes: what a device may hold; None for no limit.
@@ -61,7 +61,7 @@ class Profile(Printed):
     """
 
     layers: tuple[Cost, ...]
-    machine: MachineLimits = MachineLimits()
+    machine: DeviceLimits = DeviceLimits()
 
     def pack_costs(self, packs: Sequence[Sequence[str]]) -> tuple[Cost, ...]:
         """The costs of packs of these layers, given by their names; a layer that was not seen costs nothing."""

@@ -7,7 +7,7 @@ from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.document import Count, DocumentKind
 from lightning_harmony.plan.values.line import on_line
-from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.profile import DeviceLimits
 
 # A reader of one version refuses all others: a record is quickly made anew.
 _KIND = DocumentKind("lightning-harmony profile", 8, "profile", "profile")
@@ -72,7 +72,7 @@ class Record:
     is_cast: bool
     narrow: tuple[NarrowWeights, ...]
     sizes: tuple[SeenSize, ...]
-    machine: MachineLimits
+    machine: DeviceLimits
 
     @property
     def most_elements(self) -> int:
