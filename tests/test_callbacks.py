@@ -26,6 +26,7 @@ from support import nets, same_training
 from support.lightning_fits import (
     NUM_MICROBATCHES,
     NUM_STEPS,
+    QUIET_MARKS,
     Images,
     Model,
     assert_equal,
@@ -41,11 +42,7 @@ from support.lightning_fits import (
 )
 from support.same_training import Net, assert_same_training
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
+pytestmark = QUIET_MARKS
 
 
 def fit_both(callback: Callable[[], Any], make: Callable[[], Any] = Model, **options: Any) -> tuple[Any, Any]:

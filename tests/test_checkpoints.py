@@ -22,6 +22,7 @@ from support.forks import Forks, forking
 from support.lightning_fits import (
     BATCH_SIZE,
     NUM_MICROBATCHES,
+    QUIET_MARKS,
     Model,
     adamw,
     assert_equal,
@@ -33,9 +34,7 @@ from support.lightning_fits import (
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    *QUIET_MARKS,
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before the epoch ended"),

@@ -25,12 +25,10 @@ from lightning_harmony.reporting.fit_summary import _packs, describe_plan
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.optimizer_state import expected_state_bytes, state_bytes
 from support import nets
-from support.lightning_fits import NUM_MICROBATCHES, Manual, Model, harmony, loader, trainer_for
+from support.lightning_fits import NUM_MICROBATCHES, QUIET_MARKS, Manual, Model, harmony, loader, trainer_for
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    *QUIET_MARKS,
     # Of Lightning's own summary.
     pytest.mark.filterwarnings("ignore:.*unsupported operand type"),
 ]

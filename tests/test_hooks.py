@@ -15,13 +15,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from support.lightning_fits import Model, assert_same, harmony, loader, trainer_for, values
+from support.lightning_fits import QUIET_MARKS, Model, assert_same, harmony, loader, trainer_for, values
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
+pytestmark = QUIET_MARKS
 SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 Look = Callable[[], None]
 

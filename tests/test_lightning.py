@@ -29,6 +29,7 @@ from support.lightning_fits import (
     CAPACITY,
     NUM_MICROBATCHES,
     NUM_STEPS,
+    QUIET_MARKS,
     Images,
     Manual,
     Model,
@@ -45,11 +46,7 @@ from support.lightning_fits import (
 )
 from support.same_training import Net
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
+pytestmark = QUIET_MARKS
 # Each tree, and where what it takes is imported from.
 SOURCES = {"lightning.pytorch": "lightning_harmony", "pytorch_lightning": "lightning_harmony.pytorch_lightning"}
 

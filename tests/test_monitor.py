@@ -26,14 +26,20 @@ from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import COMPUTE, STREAM_OF, UPDATE, Errand, Phase
 from lightning_harmony.setup.lightning_tree import classes_of
 from support import same_training
-from support.lightning_fits import NUM_STEPS, Manual, Model, assert_same, harmony, loader, trainer_for, values
+from support.lightning_fits import (
+    NUM_STEPS,
+    QUIET_MARKS,
+    Manual,
+    Model,
+    assert_same,
+    harmony,
+    loader,
+    trainer_for,
+    values,
+)
 from support.spreading import spread_packs
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
+pytestmark = QUIET_MARKS
 CLIP = {"gradient_clip_val": 0.02}
 GIB = 2**30
 UNDER = "under the forward of the next batch"

@@ -20,6 +20,7 @@ from support.lightning_fits import (
     BATCH_SIZE,
     CAPACITY,
     NUM_MICROBATCHES,
+    QUIET_MARKS,
     Manual,
     Model,
     assert_equal,
@@ -34,11 +35,7 @@ from support.lightning_fits import (
 )
 from support.same_training import assert_within
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
+pytestmark = QUIET_MARKS
 
 
 def sgd(parameters: Any) -> Any:

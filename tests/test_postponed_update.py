@@ -25,6 +25,7 @@ from lightning_harmony.engine.updates.postponed import PostponedUpdate
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from support.lightning_fits import (
     BATCH_SIZE,
+    FIT_MARKS,
     NUM_MICROBATCHES,
     NUM_STEPS,
     Manual,
@@ -39,12 +40,7 @@ from support.lightning_fits import (
 from support.same_training import root
 from support.sampling import combined
 
-pytestmark = [
-    pytest.mark.timeout(60, method="thread"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
+pytestmark = FIT_MARKS
 CLIPS: dict[str, dict[str, Any]] = {
     "norm": {"gradient_clip_val": 0.02},
     "never reached": {"gradient_clip_val": 100.0},

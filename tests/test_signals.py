@@ -22,6 +22,7 @@ from support import nets
 from support.lightning_fits import (
     BATCH_SIZE,
     NUM_MICROBATCHES,
+    QUIET_MARKS,
     Model,
     assert_equal,
     harmony,
@@ -31,11 +32,7 @@ from support.lightning_fits import (
 )
 from support.sampling import combined
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
+pytestmark = QUIET_MARKS
 
 
 @pytest.fixture(autouse=True)

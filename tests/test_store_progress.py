@@ -9,13 +9,9 @@ import pytest
 from lightning.pytorch.callbacks.progress import tqdm_progress
 
 from lightning_harmony.setup import progress
-from support.lightning_fits import Model, harmony, loader, trainer_for
+from support.lightning_fits import QUIET_MARKS, Model, harmony, loader, trainer_for
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
+pytestmark = QUIET_MARKS
 
 
 @pytest.fixture

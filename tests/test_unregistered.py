@@ -12,13 +12,9 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_harmony.fit.moves import move_unregistered
-from support.lightning_fits import Model, assert_same, harmony, loader, trainer_for
+from support.lightning_fits import QUIET_MARKS, Model, assert_same, harmony, loader, trainer_for
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
+pytestmark = QUIET_MARKS
 META = torch.device("meta")
 
 

@@ -22,13 +22,13 @@ NUM_STEPS = 3
 CAPACITY = "64KiB"
 # One microbatch as large as the batch needs more room.
 ROOM_FOR_WHOLE_BATCH = "72KiB"
-# Of tests that fit it.
-FIT_MARKS = [
-    pytest.mark.timeout(60, method="thread"),
+# Of tests that fit it: what Lightning warns of in fits as small as these; and that none of them waits for ever.
+QUIET_MARKS = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]
+FIT_MARKS = [pytest.mark.timeout(60, method="thread"), *QUIET_MARKS]
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
