@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.engine.structures.parts import num_bytes_of, parts_of
 from lightning_harmony.estimating.estimation import estimate
-from lightning_harmony.fit.lasting_bytes import LastingBytes
+from lightning_harmony.fit.device_memory import LastingBytes
 from lightning_harmony.plan.values.machine import H200
 from support.adapters import Adapted, Stack
 from support.composed import Composed, Lookup, Nested, Overlapping, Packed, Scaled, Unsteady, Views

@@ -17,10 +17,9 @@ from lightning_harmony.engine.measure.report import StepReport
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.fit import tracebacks
 from lightning_harmony.fit.checkpoints import WholeStates
+from lightning_harmony.fit.device_memory import DoesNotFit, LastingBytes, fits
 from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
-from lightning_harmony.fit.lasting_bytes import LastingBytes, fits
 from lightning_harmony.fit.loop_ends import LoopEnds
-from lightning_harmony.fit.memory_watch import DoesNotFit
 from lightning_harmony.fit.moves import move_companions, move_to_host, move_unregistered
 from lightning_harmony.fit.nodes import average_behind, take_from_first_node
 from lightning_harmony.fit.swapped import Swapped

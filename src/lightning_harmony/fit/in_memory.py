@@ -22,8 +22,7 @@ from lightning_harmony.engine.model.decompose import find_layers
 from lightning_harmony.engine.replicas.runs import Runs
 from lightning_harmony.engine.structures.nested import map_tensors
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
-from lightning_harmony.fit.lasting_bytes import LastingBytes
-from lightning_harmony.fit.memory_watch import MemoryWatch
+from lightning_harmony.fit.device_memory import LastingBytes, MemoryWatch
 from lightning_harmony.fit.spread import Spread
 from lightning_harmony.fit.training import DeferredBackward
 from lightning_harmony.fit.unchanged import UnchangedBatch

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.glue.host_operands import BringsHostOperands
+from lightning_harmony.engine.glue.one_device import BringsHostOperands
 
 GPU = torch.device("meta")
 

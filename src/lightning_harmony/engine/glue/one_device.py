@@ -1,4 +1,4 @@
-"""One device: what makes several devices one to the user's code between the layers, forward and backward."""
+"""One device: what makes several, and a GPU beside the host, one to the model's own code, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.glue.buffer_stand_in import BufferStandIn
 from lightning_harmony.engine.glue.glue import StandIn
@@ -258,3 +258,45 @@ def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The operands that an operation changes, by its name."""
     operands = args[:1] if changes_first(getattr(func, "__name__", "")) else ()
     return tensors_of(*operands, kwargs.get("out"))
+
+
+# They are given parameters to find their gradients, not to compute with them.
+_FIND_GRADIENTS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+class BringsHostOperands(TorchFunctionMode):
+    """Runs operations between a GPU's tensors and the host's on the GPU; gradients find their way back.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Bring the operands that torch itself would refuse."""
+        kwargs = kwargs or {}
+        if self._are_mixed(func, args, kwargs):
+            args, kwargs = tree_map_only(Tensor, self._brought, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _are_mixed(self, func: Any, args: Any, kwargs: Any) -> bool:
+        name = getattr(func, "__name__", "")
+        if func in _FIND_GRADIENTS or name in ("__get__", "__set__") or name.endswith("copy_"):
+            return False
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(tensor.device == self._device for tensor in tensors):
+            return False
+        # What is changed on the host stays there.
+        is_changed = bool(args) and changes_first(name) and isinstance(args[0], Tensor) and _is_on_host(args[0])
+        return not is_changed and any(map(_is_on_host, tensors))
+
+    def _brought(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device) if _is_on_host(tensor) else tensor
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    # Torch takes numbers from the host.
+    return tensor.device.type == "cpu" and tensor.dim() > 0

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.glue.glue import Glue
-from lightning_harmony.engine.glue.host_operands import BringsHostOperands
+from lightning_harmony.engine.glue.one_device import BringsHostOperands
 from lightning_harmony.engine.lanes.rng import RandomStreams
 from lightning_harmony.engine.layers.intercept import InterceptedForward
 from lightning_harmony.engine.layers.recordings import Recordings
