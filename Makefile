@@ -10,11 +10,11 @@ VENV ?= .venv
 # An index or a folder of wheels that pip knows may hold a CPU build of it.
 CPU_TORCH ?= torch==2.13.0
 
-# The oldest Lightning. Of torch, the oldest version that is supported has no CPU build on PyPI:
+# The oldest Lightning and msgspec. Of torch, the oldest version that is supported has no CPU build on PyPI:
 # `make test-oldest OLDEST_TORCH=torch==2.6.0` brings gigabytes of CUDA with it.
 OLDEST_VENV ?= .venv-oldest
 OLDEST_TORCH ?= $(CPU_TORCH)
-OLDEST_LIGHTNING := lightning==2.6.4 pytorch-lightning==2.6.4
+OLDEST_LIGHTNING := lightning==2.6.4 pytorch-lightning==2.6.4 msgspec==0.19.0
 
 # Parts, and of the whole what finds most.
 QUICK := tests/engine tests/plan tests/held tests/setup tests/estimating tests/test_exactness.py tests/test_interleaving.py tests/test_refusals.py \
