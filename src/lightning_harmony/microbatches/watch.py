@@ -245,6 +245,9 @@ class Watch:
             # The next microbatch may read it before its first layer, where it would not be changed yet.
             self._note(f"a {type(value).__name__} held by {held.in_words} is changed in place", end)
             return
+        if self._microbatch > 1 and id(value) not in self._drawn:
+            # Not looked at when it called layers: it may have been drawn from before or behind them.
+            return
         first = self._drawn.get(id(value), mark)
         if first not in (mark, now):
             self._note_drawn(held, end)
