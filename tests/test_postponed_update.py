@@ -359,7 +359,8 @@ class Apart(Model):
         return logits * self.factors["last"].to(logits.device)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([*self.parameters(), *self.factors.values()], lr=0.01)
+        # With the factor on the host, torch chooses this by itself on a GPU.
+        return torch.optim.AdamW([*self.parameters(), *self.factors.values()], lr=0.01, foreach=False)
 
 
 @BOTH_WAYS

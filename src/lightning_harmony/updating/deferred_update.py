@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -47,7 +47,7 @@ class DeferredUpdate:
         # Before the step counts.
         another_follows = end_of_batches(self.policy.trainer) is None
         try:
-            with self._clipping(), self._stepping(optimizer) if self.may_wait else nullcontext():
+            with self._clipping(), (self._stepping if self.may_wait else self._stepping_late)(optimizer):
                 yield
         except BaseException:
             # Code that hears of the error may look at parameters.
@@ -100,10 +100,37 @@ class DeferredUpdate:
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return result
 
-        ask.asks_for = step  # type: ignore[attr-defined]
-        if hasattr(step, "_wrapped_by_lr_sched"):
-            ask._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        with _replaced(optimizer, "step", MethodType(ask, optimizer)):
+        with _replaced_step(optimizer, ask):
+            yield
+
+    @contextmanager
+    def _stepping_late(self, optimizer: Optimizer) -> Iterator[None]:
+        """Within the context, an optimizer that updates just in time steps as it is, and finds no gradients.
+
+        Where updates have become deferred while its closure ran, as its code can be read in the backward, all is updated then.
+        """
+        step = optimizer.step
+        gradients: dict[nn.Parameter, Tensor] = {}
+
+        def ask(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            def run() -> Any:
+                assert closure is not None
+                result = closure()
+                if self.policy.choose()[0] == "deferred" and self.policy.why_on_host(optimizer) is None:
+                    parameters = self._engine.parameters_in_order()
+                    self._engine.updater.update_all(optimizer, parameters, self._clip, waits=True, state_may_stay=False)
+                    gradients.update((p, p.grad) for p in _parameters(optimizer) if p.grad is not None)
+                    for parameter in gradients:
+                        parameter.grad = None
+                return result
+
+            try:
+                return step(None if closure is None else run)
+            finally:
+                for parameter, gradient in gradients.items():
+                    parameter.grad = gradient
+
+        with _replaced_step(optimizer, ask):
             yield
 
     @contextmanager
@@ -148,6 +175,16 @@ def _emptied(hooks: dict[int, Any]) -> Iterator[None]:
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextmanager
+def _replaced_step(optimizer: Optimizer, ask: Any) -> Iterator[None]:
+    """Within the context, an optimizer has another step, which tells the one that it stands for."""
+    ask.asks_for = optimizer.step
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        ask._wrapped_by_lr_sched = True
+    with _replaced(optimizer, "step", MethodType(ask, optimizer)):
+        yield
 
 
 @contextmanager
