@@ -24,7 +24,7 @@ from support.same_training import root
 SECONDS = 300
 
 
-def start(folder: Path, *names: str) -> list[subprocess.Popen[str]]:
+def start(folder: Path, *names: str, nodes: int = NODES) -> list[subprocess.Popen[str]]:
     """The processes that `torchrun --nnodes=2 --nproc-per-node=1` starts on two machines."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -32,14 +32,14 @@ def start(folder: Path, *names: str) -> list[subprocess.Popen[str]]:
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(NODES),
+        "WORLD_SIZE": str(nodes),
         "TORCHELASTIC_RUN_ID": "run",
     }
     own = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     path = os.pathsep.join(sys.path)
     # On one machine each has a GPU of its own, if it has GPUs.
     number = torch.cuda.device_count() if root().type == "cuda" else 0
-    gpus = [str(rank % number) if number else "" for rank in range(NODES)]
+    gpus = [str(rank % number) if number else "" for rank in range(nodes)]
     return [
         subprocess.Popen(
             [sys.executable, on_nodes.__file__, str(folder), *names],
@@ -56,7 +56,7 @@ def start(folder: Path, *names: str) -> list[subprocess.Popen[str]]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(NODES)
+        for rank in range(nodes)
     ]
 
 
@@ -69,7 +69,10 @@ def test_nodes_train_as_with_ddp(tmp_path: Path) -> None:
         plain = of_node[name].pop("ddp")
         for way, trained in of_node[name].items():
             case = f"{name}, {way}, node {rank}"
-            assert trained.pop("is swapped") is (way != "fits" and CASES[name].memory[rank] is not None), case
+            is_swapped = trained.pop("is swapped")
+            assert trained.pop("update") == _update(name, is_swapped=is_swapped), case
+            assert trained.pop("sent") > 0, case
+            assert is_swapped is (way != "fits" and CASES[name].memory[rank] is not None), case
             # The mean over an epoch is one of means over microbatches.
             torch.testing.assert_close(trained.pop("logged"), plain["logged"], msg=f"{case}: {{}}".format)
             expected = {key: plain[key] for key in trained}
@@ -79,11 +82,41 @@ def test_nodes_train_as_with_ddp(tmp_path: Path) -> None:
         torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0, msg=f"{name}: {{}}".format)
 
 
-def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:
-    first, second = start(tmp_path, "failing")
-    assert "the second node fails" in second.communicate(timeout=SECONDS)[0]
-    assert "where one has failed, its own output says why" in first.communicate(timeout=SECONDS)[0]
-    assert first.returncode != 0
+def _update(name: str, *, is_swapped: bool) -> str:
+    """When a case's weights are updated."""
+    if not is_swapped:
+        return "in-memory"
+    return "deferred" if name in ("clipped", "seen", "accumulated", "by_hand") else "just-in-time"
+
+
+def test_sums_of_three_nodes_do_not_depend_on_their_plans(tmp_path: Path) -> None:
+    processes = start(tmp_path, "of three", nodes=3)
+    printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3, "\n".join(printed)[-5000:]
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True)["of three"] for rank in range(3)]
+    weights = [of_way["weights"] for of_node in found for way, of_way in of_node.items() if way != "ddp"]
+    assert [of_node["swapped"]["is swapped"] for of_node in found] == [True, True, False]
+    for each in weights[1:]:
+        torch.testing.assert_close(each, weights[0], rtol=0, atol=0)
+    # Those of plain Lightning are rounded otherwise.
+    torch.testing.assert_close(weights[0], found[0]["ddp"]["weights"])
+
+
+@pytest.mark.parametrize(
+    ("case", "failing", "cause"),
+    [
+        ("Failing", 1, "the second node fails"),
+        ("FailingInBackward", 1, "a node fails in its backward"),
+        ("FirstFailingInBackward", 0, "a node fails in its backward"),
+        ("DyingInBackward", 1, ""),
+    ],
+)
+def test_a_node_that_fails_ends_the_others(case: str, failing: int, cause: str, tmp_path: Path) -> None:
+    processes = start(tmp_path, case)
+    printed = [process.communicate(timeout=60)[0] for process in processes]
+    assert cause in printed[failing]
+    assert "where one has failed, its own output says why" in printed[1 - failing]
+    assert all(process.returncode != 0 for process in processes)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.fit import tracebacks
 from lightning_harmony.fit.checkpoints import WholeStates
 from lightning_harmony.fit.device_memory import DoesNotFit, LastingBytes, fits
+from lightning_harmony.fit.exchange import exchange_of
 from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
 from lightning_harmony.fit.loop_ends import LoopEnds
 from lightning_harmony.fit.moves import move_companions, move_to_host, move_unregistered
@@ -191,6 +192,8 @@ class StrategyMixin(WholeStates):
         if self.is_distributed:
             refuse_batch_norm_over_nodes(compat.layer_sync(self))
             take_from_first_node([*self._module.parameters(), *self._module.buffers()], self.root_device)
+            # All nodes make it at this time.
+            exchange_of(self.root_device)
         self.model = self.precision_plugin.convert_module(self.model)
         devices = self._settings.open_devices(self._torch_devices)
         trains, has_optimizers = trainer.state.fn == "fit", False
@@ -335,7 +338,14 @@ class StrategyMixin(WholeStates):
             keep_scale_on_host(getattr(self.precision_plugin, "scaler", None))
         if self.is_distributed and not self._is_accumulating and closure_loss.requires_grad:
             parameters, by_hand = list(self._module.parameters()), not self._module.automatic_optimization
-            average_behind(closure_loss, parameters, self.root_device, by_hand=by_hand)
+            average_behind(
+                closure_loss,
+                parameters,
+                exchange_of(self.root_device),
+                by_hand=by_hand,
+                count=self._reports.count_sent,
+                hear=None if self._swapped is None else self._swapped.training.hear_of,
+            )
         super().pre_backward(closure_loss)
 
     @override

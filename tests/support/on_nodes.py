@@ -114,12 +114,46 @@ class Seen(pl.Callback):
 
 
 class Failing(Net):
-    """Fails on the second node."""
+    """Fails on the second node, before its backward."""
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         if self.global_rank == 1 and self.global_step == 1:
             raise ValueError("the second node fails")
         return self.loss(batch[0])
+
+
+class FailingInBackward(Net):
+    """Fails on one node, when others may wait for its gradients."""
+
+    failing_node, dies = 1, False
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        inputs = batch[0]
+        for number, layer in enumerate(self.layers):
+            inputs = layer(inputs)
+            if number == 1 and self.global_rank == self.failing_node and self.global_step == 1:
+                inputs.register_hook(self.fail)
+        return self.head(inputs).square().mean()
+
+    def fail(self, gradient: Tensor) -> None:
+        if self.dies:
+            os._exit(3)
+        raise ValueError("a node fails in its backward")
+
+
+class FirstFailingInBackward(FailingInBackward):
+    """The node fails that tells others in which order gradients are averaged."""
+
+    failing_node = 0
+
+
+class DyingInBackward(FailingInBackward):
+    """A process is gone at once."""
+
+    dies = True
+
+
+FAILING = {kind.__name__: kind for kind in (Failing, FailingInBackward, FirstFailingInBackward, DyingInBackward)}
 
 
 @dataclass(frozen=True)
@@ -136,8 +170,12 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+# Of three nodes, one of which has packs of other layers, and one none.
+UNEVEN = Case(Net, memory=("14KiB", "20KiB", None), ways=("fits", "swapped", "swapped again"))
 CASES = {
     "plain": Case(Net, ways=("fits", "swapped", "on two devices")),
+    "uneven": Case(Net, memory=("14KiB", "20KiB")),
+    "first in memory": Case(Net, memory=(None, "8KiB")),
     "clipped": Case(Net, options={"gradient_clip_val": 1e-4}),
     "seen": Case(Net, sees=True),
     "accumulated": Case(Net, accumulates=2),
@@ -165,7 +203,7 @@ def train(case: Case, way: str, folder: Path) -> dict[str, Any]:
         strategy=strategy,
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=2 if way == "on two devices" and not torch.cuda.is_available() else 1,
-        num_nodes=NODES,
+        num_nodes=int(os.environ["WORLD_SIZE"]),
         max_epochs=1,
         # Microbatches of harmony are batches of plain Lightning.
         accumulate_grad_batches=case.accumulates * (number if is_plain else 1),
@@ -177,11 +215,12 @@ def train(case: Case, way: str, folder: Path) -> dict[str, Any]:
         **case.options,
     )
     module = case.kind()
-    data = TensorDataset(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3)))
+    data = TensorDataset(torch.randn(4 * BATCH * trainer.num_nodes, WIDTH, generator=torch.Generator().manual_seed(3)))
     trainer.fit(module, DataLoader(data, BATCH // (number if is_plain else 1)), DataLoader(data, BATCH))
     trainer.save_checkpoint(path := folder / "last.ckpt")
     rank = trainer.global_rank
-    assert (trainer.world_size, trainer.node_rank, trainer.local_rank) == (NODES, rank, 0)
+    assert (trainer.world_size, trainer.node_rank, trainer.local_rank) == (trainer.num_nodes, rank, 0)
+    report = getattr(trainer.strategy, "step_report", None)
     return {
         "weights": {name: value.cpu() for name, value in module.state_dict().items()},
         "optimizers": [_on_host(optimizer.state_dict()["state"]) for optimizer in trainer.optimizers],
@@ -190,6 +229,8 @@ def train(case: Case, way: str, folder: Path) -> dict[str, Any]:
         "logged": [float(trainer.callback_metrics.get(name, 0)) for name in ("loss_epoch", "val")],
         "gradients": seen.gradients[-1:],
         "is swapped": getattr(trainer.strategy, "plan", None) is not None,
+        "update": None if report is None else report.update,
+        "sent": 0 if report is None else report.node_sent_bytes,
     }
 
 
@@ -198,12 +239,13 @@ def _on_host(state: Any) -> Any:
 
 
 def main(folder: Path, names: Sequence[str]) -> None:
-    """Run some cases in all ways, and leave what came of them in the folder; the one that fails in one way."""
+    """Run some cases in all ways, and leave what came of them in the folder."""
     torch.set_num_threads(1)
-    if list(names) == ["failing"]:
-        train(Case(Failing), "swapped", folder)
-        return
-    found = {name: {way: train(CASES[name], way, folder) for way in ("ddp", *CASES[name].ways)} for name in names}
+    cases = {name: Case(kind, ways=["swapped"]) for name, kind in FAILING.items()} | CASES | {"of three": UNEVEN}
+    found: dict[str, Any] = {}
+    for name in names:
+        ways = cases[name].ways if name in FAILING else ("ddp", *cases[name].ways)
+        found[name] = {way: train(cases[name], way, folder) for way in ways}
     torch.save(found, folder / f"{os.environ['RANK']}.pt")
 
 

@@ -21,6 +21,7 @@ from lightning_harmony.engine.memory.opaque import without_caches
 from lightning_harmony.engine.model.layer import layer_of_caller
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.turns import Microbatch
+from lightning_harmony.engine.updates.averaged import Averaging
 from lightning_harmony.engine.updates.optimizer_twin import by_value
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
@@ -261,7 +262,8 @@ class Training:
             self._interleaving.run(forward, sizes, parts)
 
     def _is_deferred(self) -> bool:
-        return self.deferred.policy.choose()[0] == "deferred"
+        # On nodes, a pack's gradients may wait for those of a slower one.
+        return self.trainer.world_size > 1 or self.deferred.policy.choose()[0] == "deferred"
 
     def _backward(self, num_microbatches: int, unchanged: UnchangedParameters, gradient: Tensor, anchor: Any) -> None:
         """Run the backward of all microbatches; the gradient of the batch's loss has come.
@@ -277,7 +279,13 @@ class Training:
             whole = before_accumulation(gradient, self._loss_gradient.scale(), self.trainer.accumulate_grad_batches)
             self._backward_and_report(whole, self._requested(anchor), num_microbatches)
         finally:
+            self.engine.step.averaging = None
             self._interleaving.finish()
+
+    def hear_of(self, averaging: Averaging) -> None:
+        """A backward begins whose gradients are averaged over nodes."""
+        if not self._runs_alone():
+            self.engine.step.averaging = averaging
 
     def _requested(self, anchor: Any) -> frozenset[nn.Parameter] | None:
         """The parameters that the running backward asks for; None for all."""
@@ -288,8 +296,10 @@ class Training:
     def _backward_and_report(
         self, gradient: Tensor, requested: frozenset[nn.Parameter] | None, num_microbatches: int
     ) -> None:
-        policy = self.deferred.policy
+        policy, is_averaged = self.deferred.policy, self.engine.step.averaging is not None
         update, reason = policy.choose()
+        if update == "just-in-time" and self.trainer.world_size > 1 and not is_averaged:
+            update, reason = "deferred", "the gradients of this backward are not averaged over nodes"
         if update == "just-in-time" and not self.deferred.may_wait:
             if not self.engine.has_succeeded:
                 update, reason = "deferred", "the first step measures, and changes nothing until it has succeeded"

@@ -81,8 +81,6 @@ class UpdatePolicy:
         trainer = self.trainer
         if len(self._optimizers) != 1:
             return f"there are {len(self._optimizers)} optimizers"
-        if trainer.world_size > 1:
-            return f"the gradients of {trainer.world_size} nodes are averaged"
         if trainer.accumulate_grad_batches > 1:
             return f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
         if trainer.gradient_clip_val and not self._clips_by_value():

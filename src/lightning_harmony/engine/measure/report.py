@@ -59,6 +59,7 @@ class StepReport(Printed):
             keeps unused, but without the process's context. Empty where nothing is counted.
         disk_read_bytes: optimizer state that updates read from disk since the step before.
         disk_written_bytes: what they wrote there.
+        node_sent_bytes: gradients that this node sent to others since the step before.
         num_samples: of the batch; None where they cannot be told with certainty.
     """
 
@@ -78,6 +79,7 @@ class StepReport(Printed):
     reserved_device_bytes: list[int] = field(default_factory=list)
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
+    node_sent_bytes: int = 0
     num_samples: int | None = None
 
     def __str__(self) -> str:
@@ -106,6 +108,8 @@ class StepReport(Printed):
             yield format_bytes(self.host_bytes), "In host memory"
         if self.transferred_bytes:
             yield format_bytes(self.transferred_bytes), "From device to device"
+        if self.node_sent_bytes:
+            yield format_bytes(self.node_sent_bytes), "Sent to other nodes"
         if self.disk_read_bytes or self.disk_written_bytes:
             yield format_bytes(self.disk_read_bytes), f"Read from disk; {format_bytes(self.disk_written_bytes)} written"
         for number, busy in enumerate(self.busy):

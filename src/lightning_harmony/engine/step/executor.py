@@ -307,8 +307,7 @@ class Executor:
             may_outlast: whether updates just in time may go on until the next forward, as one does that is postponed.
             state_may_stay: whether nobody looks at optimizer state before the next update.
         """
-        self.step.upstream = gradient.detach()
-        self.step.in_backward = True
+        self.step.upstream, self.step.in_backward = gradient.detach(), True
         self._sums.begin_backward(self.step.correction(gradient), requested)
         # Gradients of the last step that were zeroed since.
         self.updater.buffers.reclaim()
@@ -317,11 +316,12 @@ class Executor:
             self.parameters_in_order(),
             clip=clip,
             with_norms=with_norms,
-            hold_back=optimizer is not None and not self.has_succeeded,
+            hold_back=(optimizer or self.step.averaging) is not None and not self.has_succeeded,
             # A recorded step is whole.
             may_outlast=may_outlast and not self.recorder.is_recording,
             state_may_stay=state_may_stay,
             is_tight=self._observer.is_measuring,
+            averaging=self.step.averaging,
         )
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._sums.deliver_final(range(len(self._placement.packs)))

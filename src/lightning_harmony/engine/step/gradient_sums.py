@@ -149,15 +149,16 @@ class GradientSums:
             UnsupportedModelError: if its gradients have been handed over to an update.
         """
         self.reentrant = True
-        if not self._updater.is_just_in_time:
+        if not self._updater.uses_gradients_at_once:
             return
         # Also in another pack, as where a function of its own recomputes what a layer has computed.
         own = set(layer.parameters)
         packs = (self._placement.packs[index] for index in self._delivered)
         if any(not own.isdisjoint(pack.parameters) for pack in packs):
             raise UnsupportedModelError(
-                f"layer {layer.name!r} is called again during the backward, after its update; "
-                'use HarmonyStrategy(update="deferred"), or checkpoint(..., use_reentrant=False)'
+                f"layer {layer.name!r} is called again during the backward, after its update, or after its gradients were "
+                "averaged over nodes; use checkpoint(..., use_reentrant=False), or on one machine "
+                'HarmonyStrategy(update="deferred")'
             )
 
     # ---- handing over --------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.engine.step.gradient_flags import GradientFlags
 from lightning_harmony.engine.step.read_buffers import ReadBuffers
 from lightning_harmony.engine.step.turns import LaneProgress, Turns
+from lightning_harmony.engine.updates.averaged import Averaging
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Phase
 
@@ -98,6 +99,7 @@ class Step:
         has_trained: whether there was a training step before it.
         upstream: that gradient.
         random: what its microbatches draw from.
+        averaging: makes its gradients means over nodes; None where there is one node.
         granted: the turn that a lane has.
         listeners: told of it.
     """
@@ -118,6 +120,7 @@ class Step:
         self.in_backward = self.has_trained = False
         self.upstream = torch.ones(())
         self.random = RandomStreams([], [])
+        self.averaging: Averaging | None = None
         self.granted: Grant | None = None
         self.listeners = Listeners()
         self._progress: dict[AnyLane | None, LaneProgress] = {}

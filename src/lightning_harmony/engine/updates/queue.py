@@ -217,7 +217,9 @@ class UpdateQueue:
         self.streamed.close()
 
 
-def queue_for(queues: Sequence[UpdateQueue], parameter: nn.Parameter, gradient: Tensor, rank: int) -> UpdateQueue:
+def queue_for(
+    queues: Sequence[UpdateQueue], parameter: nn.Parameter, gradient: Tensor | None, rank: int
+) -> UpdateQueue:
     """Who updates a pack: the device where its optimizer state stays, or that has its gradients; else each device in turn.
 
     Args:
@@ -226,6 +228,6 @@ def queue_for(queues: Sequence[UpdateQueue], parameter: nn.Parameter, gradient: 
         gradient: of it.
         rank: of the pack among all.
     """
-    has_gradient = (queue for queue in queues if queue.device.owns(gradient))
+    has_gradient = (queue for queue in queues if gradient is not None and queue.device.owns(gradient))
     has_state = (queue for queue in queues if queue.streamed.keeps_state_of(parameter))
     return next(chain(has_state, has_gradient), queues[rank % len(queues)])

@@ -1,11 +1,14 @@
-"""Which optimizers update each parameter by itself, so that a step pack by pack is the same step."""
+"""Which optimizers update each parameter by itself, so that a step pack by pack is the same step; and such a step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -92,3 +95,22 @@ def _zeroes_otherwise(optimizer: Optimizer) -> bool:
     """Whether an optimizer may leave gradients to the next step, which are gone when they are used just in time."""
     zero_grad = vars(optimizer).get("zero_grad", optimizer.zero_grad)
     return getattr(zero_grad, "__func__", None) is not _GENUINE[type(optimizer)][1]
+
+
+@contextmanager
+def only(
+    optimizer: Optimizer, groups_of: Mapping[nn.Parameter, int], parameters: Iterable[nn.Parameter]
+) -> Iterator[None]:
+    """Let an optimizer have only these parameters for a moment, in which nobody else may look at it."""
+    groups, chosen = optimizer.param_groups, frozenset(parameters)
+    numbers = sorted({groups_of[parameter] for parameter in chosen if parameter in groups_of})
+    full = {number: groups[number]["params"] for number in numbers}
+    try:
+        for number in numbers:
+            groups[number]["params"] = [parameter for parameter in full[number] if parameter in chosen]
+        optimizer.param_groups = [groups[number] for number in numbers]
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for number, members in full.items():
+            groups[number]["params"] = members

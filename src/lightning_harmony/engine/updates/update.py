@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,24 +15,16 @@ from lightning_harmony.engine.devices.stream import Event, HostEvent, Urgency, w
 from lightning_harmony.engine.measure.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.pack import SummedGradients
+from lightning_harmony.engine.updates.averaged import AveragedGradients, Averaging
+from lightning_harmony.engine.updates.contributions import Contribution, total
 from lightning_harmony.engine.updates.gradient_buffers import GradientBuffers
 from lightning_harmony.engine.updates.norms import Norms
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
 from lightning_harmony.engine.updates.postponed import PostponedUpdate, sort_state
 from lightning_harmony.engine.updates.queue import Overlap, UpdateHeard, UpdateQueue, queue_for
-from lightning_harmony.engine.updates.separable_optimizers import why_not_separable
+from lightning_harmony.engine.updates.separable_optimizers import only, why_not_separable
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.plan.values.host_need import RING
-
-
-@dataclass
-class _Part:
-    """One contribution to the gradient of a parameter."""
-
-    order: tuple[int, int]
-    gradient: Tensor
-    source: SummedGradients
-    norm: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -94,12 +86,13 @@ class Updater:
         self._step = _Step()
         self._optimizer: Optimizer | None = None
         self._known: frozenset[Tensor] = frozenset()
-        self._held_back: list[tuple[UpdateQueue, list[nn.Parameter], list[list[_Part]], list[Event]]] | None = None
+        self._held_back: list[Callable[[], Any]] | None = None
+        self._averaged: AveragedGradients | None = None
         # The number of the optimizer's group that each parameter is in.
         self._groups: dict[nn.Parameter, int] = {}
         self._ranks: dict[nn.Parameter, int] = {}
         self._num_owners: dict[nn.Parameter, int] = defaultdict(int)
-        self._parts: dict[nn.Parameter, list[_Part]] = {}
+        self._parts: dict[nn.Parameter, list[Contribution]] = {}
         self._submitted: list[HostEvent] = []
         self._from_host: list[HostEvent] = []
         self._updated: dict[nn.Parameter, Event] = {}
@@ -115,6 +108,7 @@ class Updater:
         may_outlast: bool = False,
         state_may_stay: bool = False,
         is_tight: bool = False,
+        averaging: Averaging | None = None,
     ) -> None:
         """Begin a step.
 
@@ -129,6 +123,7 @@ class Updater:
                 then asks `postponed` first. The optimizer is one that `why_not_separable` finds nothing against.
             state_may_stay: whether nobody looks at optimizer state before the next update just in time.
             is_tight: whether this step leaves no room for it.
+            averaging: makes gradients means over nodes before they are used; None where there is one node.
         """
         # A step that failed never came to its end: what it left must not run into this one.
         self.drain()
@@ -141,7 +136,7 @@ class Updater:
         self._held_back = [] if hold_back else None
         separable = optimizer is not None and why_not_separable(optimizer) is None
         self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
-        self.speeds.in_place = separable and self.streamed.spares_the_bus
+        self.speeds.in_place = separable and self.streamed.spares_the_bus and averaging is None
         if optimizer is not None:
             self._optimizer = optimizer
             self.speeds.state_may_stay = state_may_stay and self.speeds.in_place
@@ -158,6 +153,11 @@ class Updater:
                 self._ranks.setdefault(parameter, rank)
         groups = [] if optimizer is None else optimizer.param_groups
         self._groups = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
+        if averaging is not None:
+            take = partial(self._take, self._queues[0], self._step, None)
+            self._averaged = AveragedGradients(
+                averaging, take if optimizer is None else None, self._submit, partial(self._use, self._step)
+            )
 
     @property
     def wants_norms(self) -> bool:
@@ -168,6 +168,11 @@ class Updater:
     def is_just_in_time(self) -> bool:
         """Whether gradients that are delivered are used up at once."""
         return self._step.optimizer is not None
+
+    @property
+    def uses_gradients_at_once(self) -> bool:
+        """Whether gradients that are delivered are updated with, or averaged over nodes, before the backward is over."""
+        return self._averaged is not None or self.is_just_in_time
 
     @property
     def torn(self) -> str | None:
@@ -193,7 +198,8 @@ class Updater:
     @property
     def updates_in_place(self) -> bool:
         """Whether gradients that are delivered may still be on the device, where their update is made."""
-        return self._step.separable and self._held_back is None and self.streamed.is_on_device
+        is_direct = self._held_back is None and self._averaged is None
+        return self._step.separable and is_direct and self.streamed.is_on_device
 
     def deliver(self, parameters: Sequence[nn.Parameter], gradients: Sequence[SummedGradients]) -> HostEvent | None:
         """Take the final gradients of a pack; those parameters that no other pack owns are ready.
@@ -209,25 +215,35 @@ class Updater:
             self.buffers.add(source)
             for (layer, parameter), gradient in source.sums.items():
                 self._parts[parameter].append(
-                    _Part((layer.index, -source.use), gradient, source, source.norms.get((layer, parameter)))
+                    Contribution((layer.index, -source.use), gradient, source, source.norms.get((layer, parameter)))
                 )
-        ready = []
+        ready: list[nn.Parameter] = []
+        without: list[nn.Parameter] = []
         for parameter in parameters:
             self._num_owners[parameter] -= 1
-            if self._num_owners[parameter] == 0 and parameter in self._parts:
-                ready.append(parameter)
+            if self._num_owners[parameter] == 0:
+                (ready if parameter in self._parts else without).append(parameter)
         parts = [self._parts.pop(parameter) for parameter in ready]
-        if not ready:
-            return None
         after = list({id(part.source): part.source.event for several in parts for part in several}.values())
-        rank = min(self._ranks[p] for p in ready)
+        submit: Callable[[], HostEvent | None] = partial(self._submit, ready, parts, after)
+        if self._averaged is not None:
+            submit = partial(self._averaged.add, ready, parts, without, after)
+        elif not ready:
+            return None
+        if self._held_back is None:
+            return submit()
+        self._held_back.append(submit)
+        return None
+
+    def _submit(
+        self, ready: Sequence[nn.Parameter], parts: Sequence[list[Contribution]], after: Sequence[Event] = ()
+    ) -> HostEvent:
+        """Have gradients used when they are there. Those that no pack contributed to are in their parameters' ``grad``."""
+        rank = min(self._ranks.get(p, len(self._ranks)) for p in ready)
         # An optimizer that takes part as a whole is stepped by one at a time.
         queues = self._queues if self._step.optimizer is not None and self._step.separable else self._queues[:1]
-        queue = queue_for(queues, ready[0], parts[0][0].gradient, rank)
-        if self._held_back is not None:
-            self._held_back.append((queue, ready, parts, after))
-            return None
-        is_on_host = any(source.is_on_host for source in gradients)
+        queue = queue_for(queues, ready[0], parts[0][0].gradient if parts[0] else ready[0].grad, rank)
+        is_on_host = any(part.source.is_on_host for several in parts for part in several)
         urgency = Urgency(rank, gives_way=is_on_host)
         event = queue.submit(self._work(queue, ready, parts, urgency), after, urgency)
         self._submitted.append(event)
@@ -240,7 +256,7 @@ class Updater:
         self,
         queue: UpdateQueue,
         parameters: Sequence[nn.Parameter],
-        parts: Sequence[list[_Part]],
+        parts: Sequence[list[Contribution]],
         urgency: Urgency | None = None,
     ) -> Callable[[], None]:
         """What there is to do for some parameters, with the gradients that are there, as the optimizer is now."""
@@ -278,10 +294,9 @@ class Updater:
         for queue in self._queues:
             queue.goes_by_rank(True)
         held_back, self._held_back = self._held_back or [], None
-        self._submitted += [
-            queue.submit(self._work(queue, ready, parts), after) for queue, ready, parts, after in held_back
-        ]
-        held_back.clear()
+        while held_back:
+            held_back.pop(0)()
+        self._finish_averaging()
         submitted, self._submitted, self._from_host = self._submitted, [], []
         updated, self._updated = self._updated, {}
         optimizer = self._step.optimizer
@@ -290,6 +305,17 @@ class Updater:
             self.postponed.follow(optimizer, updated, self._known)
         else:
             self._wait_for(submitted)
+
+    def _finish_averaging(self) -> None:
+        """Wait until gradients are means over nodes, and their updates are asked for."""
+        try:
+            if self._averaged is not None:
+                self._averaged.finish()
+        except Exception as error:
+            if self._updated:
+                self.overlap.failure = error
+            raise
+        self._averaged = None
 
     def _wait_for(self, submitted: Sequence[Event]) -> None:
         try:
@@ -303,6 +329,9 @@ class Updater:
 
     def drain(self) -> None:
         """Wait until nothing is under way, on the way out of an error or before the next step."""
+        averaged, self._averaged = self._averaged, None
+        if averaged is not None:
+            averaged.abandon()
         of_step = Speed()
         for queue in self._queues:
             queue.drain()
@@ -316,16 +345,19 @@ class Updater:
         step: _Step,
         share: Share | None,
         parameters: Sequence[nn.Parameter],
-        parts: Sequence[list[_Part]],
-        between: Callable[[], None] | None,
+        parts: Sequence[list[Contribution]],
+        between: Callable[[], None] | None = None,
     ) -> None:
         for parameter, contributions in zip(parameters, parts, strict=True):
+            if not contributions:
+                # Other nodes have made its gradient, which it has.
+                continue
             if share is None:
-                parameter.grad, is_whole = _total(parameter, contributions, parameter.grad)
+                parameter.grad, is_whole = total(parameter, contributions, parameter.grad)
                 if is_whole and step.with_norms and contributions[0].norm is not None:
                     self.norms.note(parameter, contributions[0].norm)
             elif parameter in share.parameters:
-                share.gradients[parameter], _ = _total(parameter, contributions, share.gradients.get(parameter))
+                share.gradients[parameter], _ = total(parameter, contributions, share.gradients.get(parameter))
                 for masters in (part.source.masters for part in contributions):
                     if masters is not None and (master := masters.find(parameter)) is not None:
                         share.masters[parameter] = master
@@ -333,10 +365,14 @@ class Updater:
             self._update(queue, step.optimizer, step, share, parameters, between)
         for contributions in parts:
             for part in contributions:
-                self.buffers.use(part.source, as_grad=step.optimizer is None, free=step.reuses)
+                self._use(step, part)
         if step.optimizer is None:
             # Where sums include those of earlier batches, the buffers of these are free.
             self.buffers.reclaim()
+
+    def _use(self, step: _Step, part: Contribution) -> None:
+        """A contribution has become a gradient, or a part of one, or has been used for an update."""
+        self.buffers.use(part.source, as_grad=step.optimizer is None, free=step.reuses)
 
     def _update(
         self,
@@ -355,7 +391,7 @@ class Updater:
             if share is not None:
                 queue.streamed.update(share, step.clip, between=between)
             else:
-                with _only(optimizer, self._groups, parameters):
+                with only(optimizer, self._groups, parameters):
                     if step.clip is not None:
                         step.clip(list(parameters))
                     optimizer.step()
@@ -412,35 +448,3 @@ class Updater:
         self.postponed.drain()
         for queue in self._queues:
             queue.close()
-
-
-def _total(parameter: nn.Parameter, parts: list[_Part], earlier: Tensor | None) -> tuple[Tensor, bool]:
-    """The gradient of a parameter, added to what it has from earlier, and whether it has come from the device as it is."""
-    parts.sort(key=lambda part: part.order)
-    total = parts[0].gradient
-    for part in parts[1:]:
-        total.add_(part.gradient)
-    includes_earlier = any(parameter in part.source.includes_earlier for part in parts)
-    if earlier is not None and not includes_earlier:
-        return earlier.add_(total), False
-    # A tensor of its own: a reference to it shows that the buffer is in use.
-    return total.detach(), len(parts) == 1
-
-
-@contextmanager
-def _only(
-    optimizer: Optimizer, groups_of: Mapping[nn.Parameter, int], parameters: Iterable[nn.Parameter]
-) -> Iterator[None]:
-    """Let an optimizer have only these parameters for a moment, in which nobody else may look at it."""
-    groups, chosen = optimizer.param_groups, frozenset(parameters)
-    numbers = sorted({groups_of[parameter] for parameter in chosen if parameter in groups_of})
-    full = {number: groups[number]["params"] for number in numbers}
-    try:
-        for number in numbers:
-            groups[number]["params"] = [parameter for parameter in full[number] if parameter in chosen]
-        optimizer.param_groups = [groups[number] for number in numbers]
-        yield
-    finally:
-        optimizer.param_groups = groups
-        for number, members in full.items():
-            groups[number]["params"] = members

@@ -1,0 +1,115 @@
+"""Gradients that are averaged over nodes, beside the backward, before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from lightning_harmony.engine.devices.stream import Event
+from lightning_harmony.engine.updates.contributions import Contribution, total
+
+# Does something with some parameters, given what packs have contributed to the gradient of each.
+Use = Callable[[Sequence[nn.Parameter], Sequence[list[Contribution]]], Any]
+
+
+class Averaging(Protocol):
+    """Averages the gradients of one backward over nodes, in a thread of its own."""
+
+    def start(
+        self,
+        gradient_of: Callable[[nn.Parameter], Tensor | None],
+        take: Callable[[Mapping[nn.Parameter, Tensor]], None],
+    ) -> None:
+        """Begin, before the first gradient is final.
+
+        Args:
+            gradient_of: returns what this node has, when that is final; None if it has no gradient.
+            take: called with gradients that have become means, those in the place of None among them. Both are called in
+                the thread.
+        """
+
+    def add(self, parameters: Collection[nn.Parameter], after: Sequence[Event], prepare: Callable[[], None]) -> None:
+        """Say that gradients are final.
+
+        Args:
+            parameters: whose.
+            after: the events that have to happen before.
+            prepare: called in the thread then, before it asks for them.
+        """
+
+    def finish(self) -> None:
+        """Say that all others are final, and wait until all are means; raise what failed."""
+
+    def abandon(self) -> None:
+        """Say that the backward has failed: nothing is taken any more."""
+
+
+class AveragedGradients:
+    """The gradients of a step, from the packs that have summed them to their use as means.
+
+    Args:
+        averaging: of the step.
+        collect: lets parameters have what packs contributed as their ``grad``; None if an update uses it.
+        update: of parameters whose gradients are means, with what packs contributed to these, summed up in the first one.
+        free: told each contribution that has been added to another one.
+    """
+
+    def __init__(
+        self, averaging: Averaging, collect: Use | None, update: Use, free: Callable[[Contribution], None]
+    ) -> None:
+        self._averaging = averaging
+        self._collect, self._update, self._free = collect, update, free
+        self._sums: dict[nn.Parameter, Contribution] = {}
+        averaging.start(self._gradient_of, self._take)
+
+    def add(
+        self,
+        ready: Sequence[nn.Parameter],
+        parts: Sequence[list[Contribution]],
+        without: Sequence[nn.Parameter],
+        after: Sequence[Event],
+    ) -> None:
+        """Take what packs have contributed.
+
+        Args:
+            ready: the parameters whose gradients are final.
+            parts: the contributions to each.
+            without: the parameters that have got no gradient.
+            after: the events that have to happen before.
+        """
+        self._averaging.add([*ready, *without], after, lambda: self._sum_up(ready, parts))
+
+    def finish(self) -> None:
+        """Wait until all gradients are means; raise what failed."""
+        self._averaging.finish()
+
+    def abandon(self) -> None:
+        """The step has failed."""
+        self._averaging.abandon()
+
+    def _sum_up(self, parameters: Sequence[nn.Parameter], parts: Sequence[list[Contribution]]) -> None:
+        if self._collect is not None:
+            self._collect(parameters, parts)
+            return
+        for parameter, contributions in zip(parameters, parts, strict=True):
+            summed, _ = total(parameter, contributions, parameter.grad)
+            parameter.grad = None
+            first, *rest = contributions
+            first.gradient = summed
+            self._sums[parameter] = first
+            for each in rest:
+                self._free(each)
+
+    def _gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        summed = self._sums.get(parameter)
+        return parameter.grad if summed is None else summed.gradient
+
+    def _take(self, means: Mapping[nn.Parameter, Tensor]) -> None:
+        for parameter, mean in means.items():
+            if parameter not in self._sums:
+                parameter.grad = mean
+        if self._collect is None:
+            sums = [self._sums.pop(parameter, None) for parameter in means]
+            self._update(list(means), [[] if each is None else [each] for each in sums])
