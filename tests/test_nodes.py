@@ -18,10 +18,8 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 
 from lightning_harmony.setup.refusals import refuse_batch_norm_over_nodes
 from support import on_nodes
-from support.on_nodes import CASES, NODES
+from support.on_nodes import CASES, NODES, SECONDS
 from support.same_training import root
-
-SECONDS = 300
 
 
 def start(folder: Path, *names: str, nodes: int = NODES) -> list[subprocess.Popen[str]]:
@@ -117,6 +115,24 @@ def test_a_node_that_fails_ends_the_others(case: str, failing: int, cause: str, 
     assert cause in printed[failing]
     assert "where one has failed, its own output says why" in printed[1 - failing]
     assert all(process.returncode != 0 for process in processes)
+
+
+def test_a_node_that_handles_its_error_ends_the_others(tmp_path: Path) -> None:
+    first, second = start(tmp_path, "GoingOn")
+    try:
+        printed, _ = first.communicate(timeout=60)
+        assert "the backward of one of them has failed" in printed
+        assert first.returncode != 0
+        assert second.poll() is None
+    finally:
+        second.kill()
+        second.communicate()
+
+
+def test_one_of_three_nodes_that_dies_ends_both_others(tmp_path: Path) -> None:
+    processes = start(tmp_path, "DyingInBackward", nodes=3)
+    printed = [process.communicate(timeout=60)[0] for process in processes]
+    assert all("where one has failed, its own output says why" in printed[node] for node in (0, 2))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 from lightning_harmony.engine.replicas.flat_pieces import in_pieces
+from lightning_harmony.setup.nodes import TIMEOUT
 
 # What is sent at once. One piece is added up while the next one comes.
 _PIECE_BYTES = 16 << 20
@@ -30,7 +31,8 @@ class Exchange:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._group = distributed.new_group(backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        self._group = distributed.new_group(backend=backend, timeout=TIMEOUT)
         self._rank, self._size = distributed.get_rank(), distributed.get_world_size()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._sent_bytes = 0
@@ -81,7 +83,7 @@ class Exchange:
             gradients: the same ones in the same order on all nodes.
         """
         under_way: deque[tuple[Any, Tensor, Tensor, list[Tensor]]] = deque()
-        for some in pieces(part for gradient in gradients for part in _cut(gradient)):
+        for some in pieces(part for gradient in gradients for part in _cut(gradient) if part.numel()):
             under_way.append(self._spread(some))
             if len(under_way) > 1:
                 self._gather(*under_way.popleft())

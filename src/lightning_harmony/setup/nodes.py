@@ -20,7 +20,7 @@ else:
     _Base = object
 
 # How long a node waits for the others: to plan a step, and to make page-locked buffers, takes some of them longer.
-_TIMEOUT = timedelta(minutes=30)
+TIMEOUT = timedelta(minutes=30)
 
 
 class Nodes(_Base):
@@ -114,7 +114,7 @@ class Nodes(_Base):
         if self.is_distributed:
             # Gradients of layers that are swapped, and what Lightning sends beside tensors, are on the host.
             backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
-            compat.meet_other_processes(self.cluster_environment, backend, timeout=_TIMEOUT)
+            compat.meet_other_processes(self.cluster_environment, backend, timeout=TIMEOUT)
 
     # ---- what nodes have in common -------------------------------------------------------------------------------------
 

@@ -296,7 +296,9 @@ class Updater:
         held_back, self._held_back = self._held_back or [], None
         while held_back:
             held_back.pop(0)()
-        self._finish_averaging()
+        if self._averaged is not None:
+            self._averaged.finish()
+        self._averaged = None
         submitted, self._submitted, self._from_host = self._submitted, [], []
         updated, self._updated = self._updated, {}
         optimizer = self._step.optimizer
@@ -305,17 +307,6 @@ class Updater:
             self.postponed.follow(optimizer, updated, self._known)
         else:
             self._wait_for(submitted)
-
-    def _finish_averaging(self) -> None:
-        """Wait until gradients are means over nodes, and their updates are asked for."""
-        try:
-            if self._averaged is not None:
-                self._averaged.finish()
-        except Exception as error:
-            if self._updated:
-                self.overlap.failure = error
-            raise
-        self._averaged = None
 
     def _wait_for(self, submitted: Sequence[Event]) -> None:
         try:
@@ -332,6 +323,8 @@ class Updater:
         averaged, self._averaged = self._averaged, None
         if averaged is not None:
             averaged.abandon()
+            if self._updated:
+                self.overlap.failure = RuntimeError("gradients of others were not averaged over nodes")
         of_step = Speed()
         for queue in self._queues:
             queue.drain()
