@@ -15,10 +15,10 @@ from typing_extensions import override
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import StepReport
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
+from lightning_harmony.engine.nodes.exchange import exchange_of
 from lightning_harmony.fit import tracebacks
 from lightning_harmony.fit.checkpoints import WholeStates
 from lightning_harmony.fit.device_memory import DoesNotFit, LastingBytes, fits
-from lightning_harmony.fit.exchange import exchange_of
 from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
 from lightning_harmony.fit.loop_ends import LoopEnds
 from lightning_harmony.fit.moves import move_companions, move_to_host, move_unregistered
@@ -343,7 +343,6 @@ class StrategyMixin(WholeStates):
                 parameters,
                 exchange_of(self.root_device),
                 by_hand=by_hand,
-                count=self._reports.count_sent,
                 hear=None if self._swapped is None else self._swapped.training.hear_of,
             )
         super().pre_backward(closure_loss)

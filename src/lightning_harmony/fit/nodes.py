@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, distributed, nn
 
+from lightning_harmony.engine.nodes.averaging import Averaging
+from lightning_harmony.engine.nodes.exchange import Exchange, flat_on, pieces, views_like
 from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.engine.structures.strides import assign
-from lightning_harmony.fit.averaging import Averaging
-from lightning_harmony.fit.exchange import Exchange, flat_on, pieces, views_like
 
 
 def average_behind(
@@ -19,7 +19,6 @@ def average_behind(
     exchange: Exchange,
     *,
     by_hand: bool,
-    count: Callable[[int], None],
     hear: Callable[[Averaging], None] | None = None,
 ) -> None:
     """Have gradients averaged before anybody sees them: as in plain Lightning with DDP.
@@ -29,7 +28,6 @@ def average_behind(
         parameters: of the module, in an order that all nodes have.
         exchange: between the nodes.
         by_hand: whether the user's code calls backwards, and earlier ones may have left gradients that are averaged.
-        count: told how many bytes of gradients this node has sent.
         hear: told of the averaging when the backward begins. If it is not started, it follows the backward.
     """
     before = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None} if by_hand else {}
@@ -38,7 +36,7 @@ def average_behind(
         return None if _is_as(parameter.grad, before.get(parameter)) else parameter.grad
 
     def begin(gradient: Tensor) -> None:
-        averaging = Averaging(exchange, parameters, new_gradient, count)
+        averaging = Averaging(exchange, parameters, new_gradient)
         if hear is not None:
             hear(averaging)
 

@@ -19,9 +19,9 @@ from lightning_harmony.engine.batches.merge import merge_losses, merge_outputs
 from lightning_harmony.engine.lanes.rng import stream_seed
 from lightning_harmony.engine.memory.opaque import without_caches
 from lightning_harmony.engine.model.layer import layer_of_caller
+from lightning_harmony.engine.nodes.averaging import Averaging
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.turns import Microbatch
-from lightning_harmony.engine.updates.averaged import Averaging
 from lightning_harmony.engine.updates.optimizer_twin import by_value
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
 from lightning_harmony.errors import CapacityError, UnsupportedModelError

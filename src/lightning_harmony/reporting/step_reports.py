@@ -8,6 +8,7 @@ from time import perf_counter
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.measure.report import StepReport, Traffic
+from lightning_harmony.engine.nodes.exchange import take_sent_bytes
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.updating.optimizer_state import StateSize
 
@@ -23,15 +24,6 @@ class StepReports:
         self.last: StepReport | None = None
         self._state_bytes, self._state_size = 0, StateSize()
         self._start = 0.0
-        self._sent_bytes = 0
-
-    def count_sent(self, num_bytes: int) -> None:
-        """Gradients were sent to other nodes."""
-        self._sent_bytes += num_bytes
-
-    def _take_sent(self) -> int:
-        sent, self._sent_bytes = self._sent_bytes, 0
-        return sent
 
     def begin(self, engine: Executor | None) -> None:
         """A step begins: what is counted from now on is its own. There is no engine where nothing is swapped."""
@@ -75,7 +67,7 @@ class StepReports:
             reserved_device_bytes=[device.peak_reserved_bytes() for device in engine.devices],
             disk_read_bytes=read_bytes,
             disk_written_bytes=written_bytes,
-            node_sent_bytes=self._take_sent(),
+            node_sent_bytes=take_sent_bytes(),
             num_samples=num_samples,
         )
 
@@ -99,6 +91,6 @@ class StepReports:
             update="in-memory",
             update_reason="the model fits on its device, where its optimizer steps as in plain Lightning",
             update_hidden=0.0,
-            node_sent_bytes=self._take_sent(),
+            node_sent_bytes=take_sent_bytes(),
             num_samples=num_samples,
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
 from typing_extensions import override
 
+from lightning_harmony.engine.nodes.exchange import TIMEOUT
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.refusals import refuse_other_processes
 
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
 else:
     _Base = object
-
-# How long a node waits for the others: to plan a step, and to make page-locked buffers, takes some of them longer.
-TIMEOUT = timedelta(minutes=30)
 
 
 class Nodes(_Base):

@@ -307,7 +307,8 @@ class Executor:
             may_outlast: whether updates just in time may go on until the next forward, as one does that is postponed.
             state_may_stay: whether nobody looks at optimizer state before the next update.
         """
-        self.step.upstream, self.step.in_backward = gradient.detach(), True
+        self.step.upstream = gradient.detach()
+        self.step.in_backward = True
         self._sums.begin_backward(self.step.correction(gradient), requested)
         # Gradients of the last step that were zeroed since.
         self.updater.buffers.reclaim()
@@ -316,7 +317,7 @@ class Executor:
             self.parameters_in_order(),
             clip=clip,
             with_norms=with_norms,
-            hold_back=(optimizer or self.step.averaging) is not None and not self.has_succeeded,
+            hold_back=not self.has_succeeded and (optimizer is not None or self.step.averaging is not None),
             # A recorded step is whole.
             may_outlast=may_outlast and not self.recorder.is_recording,
             state_may_stay=state_may_stay,

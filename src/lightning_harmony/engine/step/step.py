@@ -15,10 +15,10 @@ from lightning_harmony.engine.lanes.rng import RandomStreams
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
+from lightning_harmony.engine.nodes.averaging import Averaging
 from lightning_harmony.engine.step.gradient_flags import GradientFlags
 from lightning_harmony.engine.step.read_buffers import ReadBuffers
 from lightning_harmony.engine.step.turns import LaneProgress, Turns
-from lightning_harmony.engine.updates.averaged import Averaging
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Phase
 

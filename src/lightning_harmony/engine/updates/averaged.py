@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.stream import Event
+from lightning_harmony.engine.nodes.averaging import Averaging
 from lightning_harmony.engine.updates.contributions import Contribution, total
 
 # Does something with some parameters, given what packs have contributed to the gradient of each.
 Use = Callable[[Sequence[nn.Parameter], Sequence[list[Contribution]]], Any]
-
-
-class Averaging(Protocol):
-    """Averages the gradients of one backward over nodes, in a thread of its own."""
-
-    def start(
-        self,
-        gradient_of: Callable[[nn.Parameter], Tensor | None],
-        take: Callable[[Mapping[nn.Parameter, Tensor]], None],
-    ) -> None:
-        """Begin, before the first gradient is final.
-
-        Args:
-            gradient_of: returns what this node has, when that is final; None if it has no gradient.
-            take: called with gradients that have become means, those in the place of None among them. Both are called in
-                the thread.
-        """
-
-    def add(self, parameters: Collection[nn.Parameter], after: Sequence[Event], prepare: Callable[[], None]) -> None:
-        """Say that gradients are final.
-
-        Args:
-            parameters: whose.
-            after: the events that have to happen before.
-            prepare: called in the thread then, before it asks for them.
-        """
-
-    def finish(self) -> None:
-        """Say that all others are final, and wait until all are means; raise what failed."""
-
-    def abandon(self) -> None:
-        """Say that the backward has failed: nothing is taken any more."""
 
 
 class AveragedGradients:

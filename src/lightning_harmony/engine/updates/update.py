@@ -15,7 +15,8 @@ from lightning_harmony.engine.devices.stream import Event, HostEvent, Urgency, w
 from lightning_harmony.engine.measure.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.pack import SummedGradients
-from lightning_harmony.engine.updates.averaged import AveragedGradients, Averaging
+from lightning_harmony.engine.nodes.averaging import Averaging
+from lightning_harmony.engine.updates.averaged import AveragedGradients
 from lightning_harmony.engine.updates.contributions import Contribution, total
 from lightning_harmony.engine.updates.gradient_buffers import GradientBuffers
 from lightning_harmony.engine.updates.norms import Norms

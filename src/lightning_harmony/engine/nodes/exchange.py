@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from lightning_harmony.engine.replicas.flat_pieces import in_pieces
-from lightning_harmony.setup.nodes import TIMEOUT
 
+# How long a node waits for the others: to plan a step, and to make page-locked buffers, takes some of them longer.
+TIMEOUT = timedelta(minutes=30)
 # What is sent at once. One piece is added up while the next one comes.
 _PIECE_BYTES = 16 << 20
 
@@ -130,6 +132,11 @@ def exchange_of(device: torch.device) -> Exchange:
     if device not in _known or _known[device][0] is not world:
         _known[device] = world, Exchange(device)
     return _known[device][1]
+
+
+def take_sent_bytes() -> int:
+    """Bytes of gradients that this node has sent to others since this was last asked."""
+    return sum(exchange.take_sent_bytes() for _, exchange in _known.values())
 
 
 def pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

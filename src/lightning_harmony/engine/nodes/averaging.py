@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.stream import Event
+from lightning_harmony.engine.nodes.exchange import Exchange
 from lightning_harmony.errors import UnsupportedModelError
-from lightning_harmony.fit.exchange import Exchange
 
 
 class _State(IntEnum):
@@ -47,7 +47,6 @@ class Averaging:
         exchange: between the nodes.
         parameters: of the module, in an order that all nodes have.
         gradient_of: returns the gradient of a parameter, where it is not started.
-        count: told how many bytes of gradients this node has sent.
 
     Attributes:
         is_over: whether all gradients are means.
@@ -58,10 +57,9 @@ class Averaging:
         exchange: Exchange,
         parameters: Sequence[nn.Parameter],
         gradient_of: Callable[[nn.Parameter], Tensor | None],
-        count: Callable[[int], None],
     ) -> None:
         self.is_over = False
-        self._exchange, self._parameters, self._gradient_of, self._count = exchange, parameters, gradient_of, count
+        self._exchange, self._parameters, self._gradient_of = exchange, parameters, gradient_of
         self._take: Callable[[Mapping[nn.Parameter, Tensor]], None] = _let_have
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._end: Future[None] | None = None
@@ -79,14 +77,26 @@ class Averaging:
         gradient_of: Callable[[nn.Parameter], Tensor | None],
         take: Callable[[Mapping[nn.Parameter, Tensor]], None],
     ) -> None:
-        """Begin, in a thread."""
+        """Begin, in a thread, before the first gradient is final.
+
+        Args:
+            gradient_of: returns what this node has, when that is final; None if it has no gradient.
+            take: called with gradients that have become means, those in the place of None among them. Both are called in
+                the thread.
+        """
         self._gradient_of, self._take = gradient_of, take
         self._end = Future()
         # Who ends with an error does not wait for it: it may wait for nodes that wait for this one's end.
         Thread(target=self._run_in_thread, args=(self._end,), name="harmony-nodes", daemon=True).start()
 
     def add(self, parameters: Collection[nn.Parameter], after: Sequence[Event], prepare: Callable[[], None]) -> None:
-        """Say that gradients are final; of parameters that are not the module's, none is averaged."""
+        """Say that gradients are final; of parameters that are not the module's, none is averaged.
+
+        Args:
+            parameters: whose.
+            after: the events that have to happen before.
+            prepare: called in the thread then, before it asks for them.
+        """
         numbers = [self._numbers[parameter] for parameter in parameters if parameter in self._numbers]
         with self._changed:
             self._coming.append(_Final(numbers, after, prepare))
@@ -111,7 +121,6 @@ class Averaging:
             raise RuntimeError(
                 f"gradients could not be averaged over nodes: where one has failed, its own output says why ({error})"
             ) from error
-        self._count(self._exchange.take_sent_bytes())
         self.is_over = True
 
     def abandon(self) -> None:

@@ -1,0 +1,1 @@
+"""Nodes: what several machines tell each other, and the mean of their gradients."""
