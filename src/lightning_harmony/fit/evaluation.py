@@ -123,7 +123,7 @@ class Evaluation:
         def run_all(interleave: bool) -> None:
             run_without_backward(self.engine, microbatches, largest, interleave=interleave)
 
-        interleaving.run(run_all, sizes, parts)
+        interleaving.run(run_all, sizes, parts, shared.shared)
         interleaving.finish()
         shared.check()
         try:

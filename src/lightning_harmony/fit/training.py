@@ -186,11 +186,11 @@ class Training:
 
     def _run_split(self, sizes: tuple[int, ...], parts: Sequence[Any], steps: Sequence[TrainingStep]) -> Any:
         """Run the microbatches of a batch."""
-        weights, shared = self.settings.weights(sizes), UnchangedBatch(parts)
+        weights, batch = self.settings.weights(sizes), UnchangedBatch(parts)
         with self.split_check.explaining(sizes):
             batches = self.trainer.accumulate_grad_batches
-            self._forward(steps, [weight / batches for weight in weights], sizes, parts)
-        shared.check()
+            self._forward(steps, [weight / batches for weight in weights], sizes, batch)
+        batch.check()
         output = merge_outputs([each.output for each in steps], sizes)
         losses = [each.loss for each in steps if each.loss is not None]
         if len(losses) < len(steps):
@@ -232,7 +232,7 @@ class Training:
         return [step.loss for step in steps]
 
     def _forward(
-        self, steps: Sequence[TrainingStep], weights: Sequence[Fraction], sizes: Sequence[int], parts: Sequence[Any]
+        self, steps: Sequence[TrainingStep], weights: Sequence[Fraction], sizes: Sequence[int], batch: UnchangedBatch
     ) -> None:
         batch_number = self.trainer.fit_loop.epoch_loop.total_batch_idx
         seed = torch.initial_seed()
@@ -259,7 +259,7 @@ class Training:
             short = "the device has no room for the activations and gradients of all of them at once"
             self._interleaving.end(short, len(sizes), "use smaller batches, or more memory")
         with without_caches(self._module):
-            self._interleaving.run(forward, sizes, parts)
+            self._interleaving.run(forward, sizes, batch.parts, batch.shared)
 
     def _is_deferred(self) -> bool:
         # On nodes, a pack's gradients may wait for those of a slower one.

@@ -76,11 +76,16 @@ class UnchangedBatch:
 
     Args:
         parts: the microbatches.
+
+    Attributes:
+        parts: the same.
+        shared: tensors, and other objects.
     """
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        shared = shared_by(parts[0], parts[1]) if len(parts) > 1 else []
-        self._versions = [(each, version_of(each)) for each in shared if isinstance(each, Tensor)]
+        self.parts = parts
+        self.shared = shared_by(parts[0], parts[1]) if len(parts) > 1 else []
+        self._versions = [(each, version_of(each)) for each in self.shared if isinstance(each, Tensor)]
 
     def check(self) -> None:
         """The steps have run.

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.batches.split import shared_by
 from lightning_harmony.engine.devices.recording import RecordingChangedError
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.step import Listeners
@@ -87,20 +86,21 @@ class Interleaving:
         """Whether microbatches take turns from now on."""
         return self._is_shown and self.hazard is None
 
-    def run(self, forward: Callable[[bool], None], sizes: Sequence[int], parts: Sequence[Any]) -> None:
+    def run(
+        self, forward: Callable[[bool], None], sizes: Sequence[int], parts: Sequence[Any], shared: Sequence[Any]
+    ) -> None:
         """Run microbatches up to their losses.
 
         Args:
             forward: does, given whether they may take turns.
             sizes: how many samples each has. What they log is logged as one batch's.
             parts: the microbatches.
+            shared: what all of them have one of.
 
         Raises:
             UnsupportedModelError: if they may not, and what was changed until that was seen cannot be taken back.
         """
-        shared = shared_by(parts[0], parts[1]) if len(parts) > 1 else []
-        # Objects of the user's own may be in it, in which a step keeps something.
-        self._batch.shared[:] = (each for each in shared if not is_plain(type(each)) and not isinstance(each, Tensor))
+        self._batch.shared[:] = filter(_may_keep, shared)
         batch = KeptBatch(
             parts if len(parts) > 1 else (),
             copies=self._changes_batch and self.is_earned,
@@ -351,3 +351,8 @@ class Interleaving:
             f"Harmony: microbatches run one after the other: {hazard}. Results are exact, but each layer is swapped in "
             f"{num_microbatches} times as often. To let them take turns, {way_out}"
         )
+
+
+def _may_keep(shared: Any) -> bool:
+    """Whether a step may keep something in what is in a batch: as in an object of the user's own."""
+    return not is_plain(type(shared)) and not isinstance(shared, Tensor)

@@ -107,7 +107,7 @@ class DeferredUpdate:
     def _stepping_late(self, optimizer: Optimizer) -> Iterator[None]:
         """Within the context, an optimizer that updates just in time steps as it is, and finds no gradients.
 
-        Where updates have become deferred while its closure ran, as its code can be read in the backward, all is updated then.
+        Where updates have become deferred while its closure ran, as a step's code can reach it, all is updated then.
         """
         step = optimizer.step
         gradients: dict[nn.Parameter, Tensor] = {}
