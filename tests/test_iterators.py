@@ -220,15 +220,24 @@ class DrawingBlock(nets.Block):
         return super().forward(x * self.kept.draw() if self.draws else x)
 
 
-def build(hold: Callable[[Any], Draw], where: str) -> Net:
+def seeded(make: Callable[[], nn.Module]) -> Net:
     # Iterators cannot be copied: each training has its own.
     torch.manual_seed(SEED)
-    return Net(Draws(hold, where))
+    return Net(make())
+
+
+def build(hold: Callable[[Any], Draw], where: str) -> Net:
+    return seeded(lambda: Draws(hold, where))
 
 
 def train(module: Net, num_microbatches: int) -> Training:
     strategy = HarmonyStrategy(num_microbatches=num_microbatches, device_memory=room("60KiB"))
     return train_harmony(module, samples(32), strategy, 8, with_gradients=False)
+
+
+def assert_trains_as_plain(make: Callable[[], nn.Module], num_microbatches: int) -> None:
+    plain = train_plain(seeded(make), samples(32), num_microbatches, 8)
+    compare(plain, train(seeded(make), num_microbatches))
 
 
 WHERE = ["between layers", "in layers", "before layers", "behind layers"]
@@ -246,8 +255,7 @@ def named(value: Any) -> str:
 )
 def test_each_value_is_drawn_once_and_in_order(hold: Any, where: str, num_microbatches: int) -> None:
     """Microbatches that took turns drew in another order, and recomputes drew once more: other weights, without a word."""
-    plain = train_plain(build(hold, where), samples(32), num_microbatches, 8)
-    compare(plain, train(build(hold, where), num_microbatches))
+    assert_trains_as_plain(lambda: Draws(hold, where), num_microbatches)
 
 
 @pytest.mark.devices(1, 2)
@@ -257,11 +265,7 @@ def test_each_value_is_drawn_once_and_in_order(hold: Any, where: str, num_microb
 def test_iterators_are_found_again_when_places_are(hold: Any, num_microbatches: int) -> None:
     """What stood in the place of one was none itself: when places were gone to anew, its variable was no place any more."""
 
-    def made() -> Net:
-        torch.manual_seed(SEED)
-        return Net(MakesPlaces(hold, "in layers"))
-
-    compare(train_plain(made(), samples(32), num_microbatches, 8), train(made(), num_microbatches))
+    assert_trains_as_plain(lambda: MakesPlaces(hold, "in layers"), num_microbatches)
 
 
 class CallsAProxy(nn.Module):
@@ -284,11 +288,7 @@ class CallsAProxy(nn.Module):
 def test_a_weak_reference_is_no_iterator(num_microbatches: int) -> None:
     """It was replaced by one, which cannot be called."""
 
-    def made() -> Net:
-        torch.manual_seed(SEED)
-        return Net(CallsAProxy())
-
-    compare(train_plain(made(), samples(32), num_microbatches, 8), train(made(), num_microbatches))
+    assert_trains_as_plain(CallsAProxy, num_microbatches)
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -326,8 +326,4 @@ class RunsDry(nn.Module):
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_an_iterator_that_each_microbatch_makes_is_its_own(num_microbatches: int) -> None:
-    def made() -> Net:
-        torch.manual_seed(SEED)
-        return Net(RunsDry())
-
-    compare(train_plain(made(), samples(32), num_microbatches, 8), train(made(), num_microbatches))
+    assert_trains_as_plain(RunsDry, num_microbatches)
