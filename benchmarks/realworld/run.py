@@ -191,7 +191,9 @@ class Measure(pl.Callback):
     def on_predict_start(self, trainer: Any, module: Any) -> None:
         self._start = time.perf_counter()
 
-    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Tensor, batch: Any, batch_idx: int) -> None:
+    def on_predict_batch_end(
+        self, trainer: Any, module: Any, outputs: Tensor, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self.losses.append(outputs.float().mean())
         self._note(batch_idx)
 
