@@ -347,6 +347,23 @@ def test_state_that_a_host_has_no_room_for_may_live_on_disk() -> None:
     assert not any("offload_dir" in line for line in given(host_memory=least - 1).advice)
 
 
+def test_frozen_weights_that_a_host_has_no_room_for_may_stay_in_their_files() -> None:
+    def adapted() -> Stack:
+        net = Stack().requires_grad_(False)
+        list(net.parameters())[-1].requires_grad_()
+        return net
+
+    given = partial(estimate, adapted, torch.empty(8, 64, device="meta"), machine="l40s")
+    host = given().outlook.host
+    result = given(host_memory=host.least_bytes - 1024)
+    assert result.advice[0].startswith("frozen weights in their files: 1 KiB or more of them stay there")
+    # What else there is has no room.
+    frozen = host.weight_bytes * (result.num_parameters - result.num_trained) // result.num_parameters
+    least = host.least_bytes - frozen
+    assert any("their files" in line for line in given(host_memory=least).advice)
+    assert not any("their files" in line for line in given(host_memory=least - 1).advice)
+
+
 def test_layers_that_are_advised_are_found_in_the_model() -> None:
     batch, machine = torch.empty(4, 64, device="meta"), replace(H200, device_bytes=None, library_bytes=0)
     block = sum(p.numel() * 8 for p in Wide.Block().parameters())

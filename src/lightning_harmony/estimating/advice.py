@@ -25,6 +25,7 @@ def with_advice(result: Estimate, module: nn.Module) -> Estimate:
         *_other_microbatches(result),
         *_higher_limit(result),
         *_finer_layers(result, module),
+        *_weights_in_files(result),
         *_state_on_disk(result),
     ]
     otherwise = [*_smaller_state(result), *_smaller_layer(result)]
@@ -77,6 +78,17 @@ def _kinds_within(layer: nn.Module) -> set[type[nn.Module]]:
     root.add_module("layer", layer)
     found = find_layers(root, max_layer_bytes=0)
     return {type(part.module) for part in found if part.module is not layer}
+
+
+def _weights_in_files(result: Estimate) -> Iterator[str]:
+    host = result.outlook.host
+    missing = host.least_bytes - (result.machine.host_bytes or 0)
+    frozen = host.weight_bytes * (result.num_parameters - result.num_trained) // max(result.num_parameters, 1)
+    if not result.fits_host(result.chosen) and missing <= frozen:
+        yield (
+            f"frozen weights in their files: {format_bytes(missing)} or more of them stay there, and each step reads them, if "
+            'they are loaded as they are, with from_pretrained(..., dtype="auto") or torch.load(..., mmap=True)'
+        )
 
 
 def _state_on_disk(result: Estimate) -> Iterator[str]:

@@ -43,6 +43,7 @@ from lightning_harmony.setup.refusals import (
 )
 from lightning_harmony.setup.settings import Settings
 from lightning_harmony.updating.deferred_update import DeferredUpdate
+from lightning_harmony.updating.host_budget import describe_left, left_in_files
 from lightning_harmony.updating.optimizer_state import key_by_parameters
 from lightning_harmony.updating.update_policy import UpdatePolicy
 
@@ -206,7 +207,10 @@ class Swapped:
                 "network in a submodule, or train with Trainer(strategy='auto')"
             )
         refuse_sparse(module, layers)
-        moved = module.parameters() if store is None else ()
+        in_files = {} if store is not None else left_in_files(module, trains=self._trainer.state.fn == "fit")
+        if in_files:
+            self._tree.info(f"Harmony: {describe_left(in_files)}")
+        moved = () if store is not None else (each for each in module.parameters() if each not in in_files)
         num_bytes = sum(map(num_bytes_of, moved))
         with store_progress(self._tree, self._trainer, num_bytes) as progress:
             return assemble(
@@ -222,6 +226,7 @@ class Swapped:
                 progress=progress,
                 records=self._records(layers, devices),
                 store=store,
+                in_files=in_files,
                 recomputing=partial(unheard, self._trainer),
                 records_layers=settings.cuda_graphs,
                 has_optimizer=self._has_optimizer,

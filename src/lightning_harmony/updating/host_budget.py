@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.devices.free_memory import host_memory
+from lightning_harmony.engine.model.mapped_files import files_of
 from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.values.host_need import bytes_beside_state, num_on_disk, waiting_bytes
 from lightning_harmony.plan.values.memory_size import format_bytes
@@ -27,6 +30,61 @@ def room_on_host() -> int:
     """What a fit may take of the host's memory."""
     memory = host_memory()
     return max(memory.free - int(_SPARED_SHARE * memory.total), 0)
+
+
+# What is left of the host's memory for the stash, where weights could take all of it.
+_OTHER_SHARE = 0.25
+# Bytes of a gradient and of Adam's state for each byte of a weight.
+_COPIES_TO_TRAIN = 3
+
+
+def left_in_files(module: nn.Module, *, trains: bool) -> dict[nn.Parameter, Path]:
+    """The weights that stay in the files that they were loaded from, as the host has no room for them: the last ones.
+
+    A loaded model may lie in its files, mapped into memory. What no optimizer writes can stay there: the system has as much
+    of it in memory as there is room for, and reads the rest when a pack comes to its turn.
+
+    Args:
+        module: the model, in which nothing was moved yet.
+        trains: whether an optimizer changes those that need gradients.
+
+    Returns:
+        Each with its file. None where all have room on the host.
+
+    Raises:
+        CapacityError: if those that cannot stay there have no room.
+    """
+    files = files_of(module.parameters())
+    if not files:
+        return {}
+    frozen = [each for each in files if not (trains and each.requires_grad)]
+    trained = [each for each in module.parameters() if trains and each.requires_grad]
+    room = room_on_host()
+    beside = int(_OTHER_SHARE * room) + _COPIES_TO_TRAIN * sum(map(num_bytes_of, trained))
+    excess = sum(map(num_bytes_of, files)) + beside - room
+    chosen: dict[nn.Parameter, Path] = {}
+    while excess > 0 and frozen:
+        parameter = frozen.pop()
+        chosen[parameter] = files[parameter]
+        excess -= parameter.nbytes
+    to_come = sum(each.nbytes for each in files if each not in chosen)
+    if to_come > room:
+        raise CapacityError(
+            f"the host is {format_bytes(to_come - room)} short: {format_bytes(to_come)} of weights that are trained come to "
+            f"its memory from the files in which they lie, {format_bytes(room)} are free. Add host memory, train fewer "
+            'parameters (LoRA leaves the base in its files), or load the model in bfloat16 for Trainer(precision="bf16-true")'
+        )
+    return chosen
+
+
+def describe_left(files: Mapping[nn.Parameter, Path]) -> str:
+    """What stays in files."""
+    folders = sorted({str(path.parent) for path in files.values()})
+    return (
+        f"{format_bytes(sum(each.nbytes for each in files))} of weights that are not trained stay in their files in "
+        f"{' and '.join(folders)}, from which each step reads what the host has no room for. The files are not to change "
+        "until the fit has ended"
+    )
 
 
 class HostBudget:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.measure.report import Traffic
+from lightning_harmony.engine.memory.file_reads import FileReads
 from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import ALONE, HostStore, Slot, lay_out, num_users, views_in
@@ -53,6 +54,7 @@ class Swapper:
         self._pool = pool
         self._traffic = traffic
         self._update = update
+        self._file_reads = FileReads(device)
 
     def swap_in(self, pack: SwappedPack, *, keeps_masters: bool = False) -> None:
         """Start to copy a pack's weights and buffers to the device, if they aren't there.
@@ -80,6 +82,10 @@ class Swapper:
         """Whether a swap-in would not have to wait for an update."""
         return not self._update.is_under_way(pack.parameters)
 
+    def close(self) -> None:
+        """End the thread that reads files."""
+        self._file_reads.close()
+
     def finish_reading(self) -> None:
         """Wait until all that was to be copied to the device has left the host: from here on, anyone may write there."""
         self._device.swap_in.submit_brief(lambda: None).synchronize()
@@ -96,6 +102,7 @@ class Swapper:
         slots, num_bytes = pack.buffer_layout()
         staging = self._stage(slots, num_bytes) if slots else None
         elsewhere = self._store.elsewhere.intersection(pack.parameters)
+        in_files = self._store.in_files & elsewhere
 
         def copy() -> None:
             for run in layout.runs:
@@ -105,7 +112,8 @@ class Swapper:
                 space = layout.masters[parameter].flat(uncast) if keeps_masters else uncast.view(parameter.dtype)
                 _cast(self._store.slot(parameter).flat(arena), layout.slots[parameter].flat(weights), space)
             for parameter in elsewhere:
-                _copy(layout.slots[parameter].view(weights), parameter)
+                copied_by = self._file_reads.copy if parameter in in_files else _copy
+                copied_by(layout.slots[parameter].view(weights), parameter)
             if staging is not None:
                 _copy(staging.on_device, staging.memory)
 
@@ -115,7 +123,8 @@ class Swapper:
         leaves = {p: make_resident(parameter_like(p, view, exchange)) for p, view in views.items()}
         companions = views_in(weights, layout.companions)
         copied = pack.buffer_bytes + layout.copied_bytes
-        ready = device.start_copy(Errand.SWAP_IN, "weights", copied, copy, pack=pack.index)
+        launch = partial(device.start_copy, Errand.SWAP_IN, "weights", copied, copy, pack=pack.index)
+        ready = self._file_reads.start(launch) if in_files else launch()
         self._traffic.count_in("weights", copied)
         # As `data`, each counts its own changes.
         buffers = {}

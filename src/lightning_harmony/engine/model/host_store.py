@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -172,9 +172,12 @@ class HostStore:
         device: the device that will copy from the arena.
         progress: told after each parameter how many bytes are there.
         companions: of frozen ones, as layers have them, which move with these.
+        in_files: those that stay where they are: in files, mapped into memory.
 
     Attributes:
-        elsewhere: the parameters whose data lies outside of the arena for now.
+        num_bytes: of the arena.
+        in_files: the same.
+        elsewhere: the parameters whose data lies outside of the arena for now, those in files included.
         beside: of each parameter, the companions that have memory of their own.
     """
 
@@ -184,14 +187,19 @@ class HostStore:
         device: Device,
         progress: Callable[[int], None] = lambda done: None,
         companions: Sequence[Companions] = (),
+        in_files: Collection[nn.Parameter] = (),
     ) -> None:
-        self._slots: dict[nn.Parameter, Slot] = {}
         self.beside = beside_parameters(companions)
         self._companions = companions
         # Of the memory of each slot, by its offset: who uses it.
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.elsewhere: set[nn.Parameter] = set()
+        self.in_files = frozenset(in_files)
+        self.elsewhere: set[nn.Parameter] = set(in_files)
+        parameters, others = [p for p in parameters if p not in self.in_files], list(in_files)
         slots, self.num_bytes = lay_out(parameters, beside=self.beside)
+        # As if they lay behind the arena.
+        behind = [replace(slot, offset=self.num_bytes + slot.offset) for slot in lay_out(others)[0]]
+        self._slots = dict(zip([*parameters, *others], [*slots, *behind], strict=True))
         memory = SharedMemory(self.num_bytes)
         self._map = memory.mapping
         self.arena = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -200,7 +208,6 @@ class HostStore:
         with ThreadPoolExecutor(1, initializer=run_anywhere) as pool:
             freed: Future[None] | None = None
             for parameter, slot in zip(parameters, slots, strict=True):
-                self._slots[parameter] = slot
                 parts = list(zip(self._all(parameter), slot.all, strict=True))
                 before = [part.data for part, _ in parts]
                 for part, place in parts:
@@ -251,6 +258,8 @@ class HostStore:
             if has_moved or list(map(_kind_of, parts)) != list(map(_kind_of, places)):
                 misfits.append(parameter)
                 continue
+            if parameter in self.in_files:
+                continue
             for companion, place in zip(self.beside.get(parameter, ()), self._slots[parameter].beside, strict=True):
                 if not self._is_at_home(companion, place):
                     self._adopt(companion, place)
@@ -274,7 +283,7 @@ class HostStore:
         return slot.num_bytes == 0 or is_there
 
     def slot(self, parameter: nn.Parameter) -> Slot:
-        """Where a parameter lies in the arena."""
+        """Where a parameter lies in the arena, or would lie behind it."""
         return self._slots[parameter]
 
     def __contains__(self, parameter: nn.Parameter) -> bool:

@@ -406,7 +406,7 @@ def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, to
     as_they_are = dict.fromkeys(
         pair
         for parameter, slot in zip(ordered, placed, strict=True)
-        if parameter not in narrow
+        if parameter not in narrow and parameter not in store.in_files
         for pair in zip(store.slot(parameter).all, slot.all, strict=True)
     )
     for source, slot in as_they_are:
@@ -416,9 +416,12 @@ def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, to
             runs[-1] = Run(last.arena_offset, last.device_offset, slot.offset + size - last.device_offset)
         else:
             runs.append(Run(offset, slot.offset, size))
-    casts = [parameter for parameter in ordered if parameter in narrow]
+    casts = [parameter for parameter in ordered if parameter in narrow and parameter not in store.in_files]
     staging = max((min(store.slot(parameter).num_bytes, STAGING_BYTES) for parameter in casts), default=0)
     copied = sum(run.num_bytes for run in runs) + sum(store.slot(parameter).num_bytes for parameter in casts)
+    copied += sum(
+        slot.num_bytes for parameter, slot in zip(ordered, placed, strict=True) if parameter in store.in_files
+    )
     masters, master_bytes = lay_out(casts)
     companions = {
         tensor: place

@@ -83,7 +83,7 @@ class FakeStore(HostStore):
     """Where parameters would lie in the arena."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], companions: Sequence[Companions]) -> None:
-        self.beside = beside_parameters(companions)
+        self.beside, self.in_files = beside_parameters(companions), frozenset()
         slots, self.num_bytes = lay_out(parameters, beside=self.beside)
         self._slots: dict[nn.Parameter, Slot] = dict(zip(parameters, slots, strict=True))
 

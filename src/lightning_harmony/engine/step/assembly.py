@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -67,6 +67,7 @@ def assemble(
     progress: Callable[[int], None] = lambda done: None,
     records: ProfileCache | None = None,
     store: HostStore | None = None,
+    in_files: Collection[nn.Parameter] = (),
     recomputing: Callable[[], AbstractContextManager[Sequence[str]]] = lambda: nullcontext(()),
     records_layers: bool = False,
     has_optimizer: Callable[[nn.Parameter], bool] = attrgetter("requires_grad"),
@@ -87,6 +88,7 @@ def assemble(
         progress: told again and again how many bytes are in the host store.
         records: what earlier fits have measured; None to measure anew.
         store: one that was closed, where it has all of the model's parameters; None to make one.
+        in_files: the parameters that stay in files, in a store that is made.
         recomputing: gives the context of a layer's own code when it runs again, and has been heard before.
         records_layers: whether work of layers is recorded, and run in the place of their code.
         has_optimizer: tells whether an optimizer has a parameter.
@@ -105,7 +107,10 @@ def assemble(
     fingerprint = check_given(plan, swapped_layers, names, devices, parallel)
     in_order = dict.fromkeys([p for layer in swapped_layers for p in layer.parameters] + list(model.parameters()))
     companions = [layer.companions for layer in swapped_layers]
-    store = HostStore(list(in_order), root, progress, companions) if store is None else store.reopened(root, companions)
+    if store is None:
+        store = HostStore(list(in_order), root, progress, companions, in_files)
+    else:
+        store = store.reopened(root, companions)
     pool = HostPool(root.host_buffer)
     recorder = StepRecorder(devices)
     # Where a GPU computes, lanes only launch what it does, on a core that is spared for them. On the host they compute: on

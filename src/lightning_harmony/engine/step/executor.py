@@ -443,5 +443,6 @@ class Executor:
         self.updater.close()
         for residents in self._placement.residents:
             residents.weight_checks.close()
+            residents.swapper.close()
             residents.device.close()
         self.store.close()

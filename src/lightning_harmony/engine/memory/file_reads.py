@@ -1,0 +1,138 @@
+"""File reads: weights that lie in files come to a device beside the lanes, by way of a little page-locked memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from lightning_harmony.engine.devices.cores import run_anywhere
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.stream import Event, Happened
+
+# A piece is read while the one before it is on its way to the device.
+_PIECE_BYTES, _NUM_PIECES = 32 << 20, 3
+# Of sys/mman.h of Linux since 5.14; Python's module has none. It fails where a mere look would end the process.
+_MADV_POPULATE_READ = 22
+
+
+class FileReads:
+    """Brings weights to a device that the system has to read from files first.
+
+    Args:
+        device: where they come to.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        # Its thread begins with the first work.
+        self._thread = ThreadPoolExecutor(1, "harmony-file-read", initializer=run_anywhere)
+        # What it was filled with has left each.
+        self._pieces: deque[tuple[Tensor, Event]] = deque()
+
+    def start(self, launch: Callable[[], Event]) -> Event:
+        """Launch a copy of which files are a source.
+
+        A GPU cannot be told to copy what is still to be read: where the device is one, a thread launches as it reads.
+
+        Args:
+            launch: launches it, and gives its event. It copies by `copy`.
+
+        Returns:
+            The event of the copy.
+        """
+        if not self._device.computes_apart:
+            return launch()
+        return _Launched(self._thread.submit(launch))
+
+    def copy(self, destination: Tensor, source: Tensor) -> None:
+        """Copy a tensor to the device, as its type is there, on the current stream.
+
+        Args:
+            destination: on the device, contiguous.
+            source: lies in a file, contiguous.
+
+        Raises:
+            OSError: if the file cannot be read.
+        """
+        to, flat = destination.view(-1), source.detach().view(-1)
+        _will_need(flat)
+        step = _PIECE_BYTES // max(flat.element_size(), to.element_size())
+        for start in range(0, flat.numel(), step):
+            piece, place = flat[start : start + step], to[start : start + step]
+            _read(piece)
+            if not self._device.computes_apart:
+                place.copy_(piece)
+                continue
+            memory, free = self._take_piece()
+            free.synchronize()
+            staged = memory[: place.nbytes].view(place.dtype).copy_(piece)
+            place.copy_(staged, non_blocking=True)
+            self._pieces.append((memory, self._device.record()))
+
+    def _take_piece(self) -> tuple[Tensor, Event]:
+        if not self._pieces:
+            self._pieces.extend((self._device.host_buffer(_PIECE_BYTES), Happened()) for _ in range(_NUM_PIECES))
+        return self._pieces.popleft()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=True)
+
+
+class _Launched:
+    """The event of a copy that a thread launches."""
+
+    def __init__(self, launched: Future[Event]) -> None:
+        self._launched = launched
+
+    def wait(self) -> None:
+        """Block until it is launched, and order what the caller computes next after it; raise what kept it from that."""
+        self._launched.result().wait()
+
+    def synchronize(self) -> None:
+        """Block until it is done; raise what kept it from that."""
+        self._launched.result().synchronize()
+
+    def done(self) -> bool:
+        """Whether it is done, or has failed."""
+        if not self._launched.done():
+            return False
+        return self._launched.exception() is not None or self._launched.result().done()
+
+
+def _will_need(tensor: Tensor) -> None:
+    """Let the system begin to read all of a tensor."""
+    _advise(tensor, mmap.MADV_WILLNEED)
+
+
+def _read(tensor: Tensor) -> None:
+    """Wait until a tensor is in memory.
+
+    Raises:
+        OSError: if its file cannot be read.
+    """
+    number = _advise(tensor, _MADV_POPULATE_READ)
+    # An older system does not know the advice, and reads as the tensor is copied.
+    if number not in (0, errno.EINVAL):
+        raise OSError(
+            number,
+            f"{tensor.nbytes} bytes of frozen weights could not be read from the file that they lie in "
+            f"({errno.errorcode.get(number, '?')}: {os.strerror(number)}): it was cut off or replaced, or its disk fails. "
+            "Load the model again, and go on from the last checkpoint",
+        )
+
+
+def _advise(tensor: Tensor, advice: int) -> int:
+    """Advise the system of a tensor's memory; the number of the error, if there is one."""
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - begin
+    call = ctypes.CDLL(None, use_errno=True).madvise
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return ctypes.get_errno() if call(begin, size, advice) else 0
