@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
+from lightning_harmony.engine.layers.saved_tensors import SavedTensor
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.parts import parts_of
@@ -20,12 +22,22 @@ class CallBuffers:
     Args:
         layer: what is called.
         residency: of its pack.
+        last_filled: what calls in its microbatch have filled through `.data`, as the last one left it; None after one.
         copies: whether to copy them before the call. Else they are compared for as long as it isn't known which ones calls
             change.
     """
 
-    def __init__(self, layer: SwappedLayer, residency: Residency, *, copies: bool) -> None:
-        self._layer = layer
+    def __init__(
+        self,
+        layer: SwappedLayer,
+        residency: Residency,
+        last_filled: dict[BufferKey, Tensor | None],
+        *,
+        copies: bool,
+    ) -> None:
+        self._layer, self._last_filled = layer, last_filled
+        # Where those lie that the call has filled through `.data`, in its run and in its recomputes.
+        self._filled: dict[BufferKey, list[weakref.ref[UntypedStorage]]] = {}
         found = {key: residency.buffers[key] for key in layer.buffers}
         self._is_unknown = layer.has_unknown_buffers()
         copies = copies or self._is_unknown
@@ -75,6 +87,11 @@ class CallBuffers:
         residency.dirty_buffers.update(changed)
         layer.changed_buffers.update(changed)
         layer.changing_buffers.update(changed)
+        for key in changed:
+            tensor = self.bound[key]
+            if tensor is left[key] and tensor._version == self._versions[key] and not _is_statistic(key):
+                self._last_filled[key] = tensor.detach() if key in self._last_filled else None
+                self._filled[key] = [_memory(tensor)]
         self._keep(changed, residency)
         return changed
 
@@ -96,12 +113,33 @@ class CallBuffers:
 
     def as_they_were(self, residency: Residency) -> dict[BufferKey, Tensor]:
         """What the recompute finds; what it does to those that calls change is dropped."""
-        buffers = {key: residency.buffers[key] for key in self._layer.buffers}
-        return buffers | _copies(self._before)
+        buffers = {key: residency.buffers[key] for key in self._layer.buffers} | _copies(self._before)
+        for key, places in self._filled.items():
+            places.append(_memory(buffers[key]))
+        return buffers
+
+    def fill_again(self, saved: Iterable[SavedTensor]) -> None:
+        """Let what a graph has saved of buffers be as a later call has left them that filled them through `.data`.
+
+        No version tells of that: the backward of plain PyTorch, where all calls fill the same memory, computes with it.
+        """
+        for key, places in self._filled.items():
+            last = self._last_filled.get(key)
+            if last is None:
+                continue
+            memory = [storage._cdata for place in places if (storage := place()) is not None]
+            contents = [each.content for each in saved if each.content is not None]
+            for content in contents:
+                if content.untyped_storage()._cdata in memory:
+                    content.untyped_storage().copy_(last.untyped_storage())
 
 
 def _copies(tensors: Mapping[BufferKey, Tensor]) -> dict[BufferKey, Tensor]:
     return {key: copied(tensor) for key, tensor in tensors.items()}
+
+
+def _memory(tensor: Tensor) -> weakref.ref[UntypedStorage]:
+    return weakref.ref(tensor.untyped_storage())
 
 
 def _extent(tensor: Tensor) -> tuple[list[int], int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.call_buffers import CallBuffers
 from lightning_harmony.engine.layers.runtime import Runtime
+from lightning_harmony.engine.layers.saved_tensors import SavedTensor
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.opaque import StashedObject
 from lightning_harmony.engine.model.attributes import Attributes
@@ -70,7 +71,7 @@ class Recompute:
             self._elsewhere = self._runtime.note_call(self._runtime.stash)
             self._random, self._ambient = RandomState.capture(residency.cuda_index), AmbientState.capture()
         self._unchanged = _Unchanged(self._arguments.tensors)
-        self._buffers = CallBuffers(self._layer, residency, copies=with_graph)
+        self._buffers = CallBuffers(self._layer, residency, self._runtime.last_filled(), copies=with_graph)
 
     @property
     def buffers(self) -> Mapping[BufferKey, Tensor]:
@@ -144,6 +145,10 @@ class Recompute:
             attributes = self._layer.attributes.as_they_were(self.attributes)
             with self._ambient.entered(), self._runtime.recomputing(), attributes, self._elsewhere():
                 return self._ambient.run(own, *args, **kwargs)
+
+    def fill_again(self, saved: Iterable[SavedTensor]) -> None:
+        """Let what a graph has saved of buffers be as the backward of plain PyTorch finds it."""
+        self._buffers.fill_again(saved)
 
     def forget_inputs(self) -> None:
         """It runs no more."""

@@ -51,6 +51,12 @@ class Runtime(OfGlue, Protocol):
     def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
         """The code between layers is to see what a layer has left in these of its buffers."""
 
+    def last_filled(self) -> dict[BufferKey, Tensor | None]:
+        """The buffers that layers have filled through `.data` in the current microbatch, as the last call left them.
+
+        None stands for one that one call has filled so far.
+        """
+
     def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
         """A layer's own code has set some of the attributes of a module."""
 

@@ -77,6 +77,10 @@ class OneOfEach:
     def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
         """There is one microbatch."""
 
+    def last_filled(self) -> dict[BufferKey, Tensor | None]:
+        """No call comes behind another."""
+        return {}
+
     def recordings(self) -> None:
         """Nothing is recorded: the code of each layer is to be seen."""
 

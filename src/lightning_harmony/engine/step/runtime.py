@@ -353,6 +353,11 @@ class Runtime:
             return None
         return CastWatch(residency, dtype)
 
+    def last_filled(self) -> dict[BufferKey, Tensor | None]:
+        """Of the current microbatch."""
+        progress = self._step.current()
+        return {} if progress is None else progress.last_filled
+
     def keep_graph(self, layer: SwappedLayer, call: HasGraph) -> bool:
         """Whether a call may keep its graph, where there is room, and while its pack stays."""
         index = self._placement.pack_of[layer.index]

@@ -15,6 +15,7 @@ from lightning_harmony.engine.glue.views import Views
 from lightning_harmony.engine.lanes.lane import AnyLane
 from lightning_harmony.engine.memory.stash import LaneStash
 from lightning_harmony.engine.memory.transfer import LaneTransfers
+from lightning_harmony.engine.model.layer import BufferKey
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Phase
 
@@ -79,6 +80,7 @@ class LaneProgress:
         given: the parameters that autograd functions of the user's own were given.
         pending: how many backwards it still has to run of each pack.
         calls: the layers that it called, in order.
+        last_filled: buffers that layers have filled through `.data`, as the last of several calls left them; None after one.
         differentiating: whether it has come to the backward of its loss.
         loss: where the backward follows when the caller brings its gradient.
     """
@@ -97,6 +99,7 @@ class LaneProgress:
     given: set[nn.Parameter] = field(default_factory=set)
     pending: Counter[int] = field(default_factory=Counter)
     calls: list[int] = field(default_factory=list)
+    last_filled: dict[BufferKey, Tensor | None] = field(default_factory=dict)
     differentiating: bool = False
     loss: Tensor | None = None
 
