@@ -356,7 +356,9 @@ def test_frozen_weights_that_a_host_has_no_room_for_may_stay_in_their_files() ->
     given = partial(estimate, adapted, torch.empty(8, 64, device="meta"), machine="l40s")
     host = given().outlook.host
     result = given(host_memory=host.least_bytes - 1024)
-    assert any(line.startswith("frozen weights in their files: 1 KiB or more of them stay there") for line in result.advice)
+    assert any(
+        line.startswith("frozen weights in their files: 1 KiB or more of them stay there") for line in result.advice
+    )
     # What else there is has no room.
     frozen = host.weight_bytes * (result.num_parameters - result.num_trained) // result.num_parameters
     least = host.least_bytes - frozen

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from math import inf
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.search import search as module
 from lightning_harmony.plan.search.bound import least_seconds
 from lightning_harmony.plan.search.graphs import fusable_from, kept
 from lightning_harmony.plan.search.packing import has_room
@@ -384,3 +386,71 @@ class TestBetter:
     def test_a_plan_without_costs_is_refused(self) -> None:
         with pytest.raises(PlanError, match="with a profile"):
             search_better(replace(self.plan(), profile=None), range(6))
+
+
+def uneven(num_layers: int) -> Profile:
+    """Layers whose sizes, times and graphs do not follow from each other, as those of convolutions."""
+    drawn = Random(num_layers)
+    layers = tuple(
+        replace(
+            LAYER,
+            name=f"layer {number}",
+            weight_bytes=(size := drawn.choice([5, 20, 80, 200])),
+            gradient_bytes=size,
+            copied_bytes=size,
+            graph_bytes=drawn.choice([2, 20, 80]),
+            forward_seconds=(seconds := drawn.uniform(0.2, 3.0)),
+            backward_seconds=2 * seconds,
+            recompute_seconds=seconds,
+        )
+        for number in range(num_layers)
+    )
+    return Profile(layers, DeviceLimits(1600, 50.0, 50.0, 100.0, 19.0))
+
+
+class TestClimb:
+    @pytest.mark.parametrize(("num_devices", "parallel"), [(1, "pipeline"), (2, "pipeline"), (2, "data")])
+    def test_it_finds_faster_plans_for_uneven_layers(
+        self, monkeypatch: pytest.MonkeyPatch, num_devices: int, parallel: Parallel
+    ) -> None:
+        sizes = range(ALL_LAYERS + 4, ALL_LAYERS + 24, 4)
+
+        def found() -> list[float]:
+            return [
+                seconds_of(search(uneven(size), range(size), 4, num_devices=num_devices, parallel=parallel))
+                for size in sizes
+            ]
+
+        climbed = found()
+        monkeypatch.setattr(module, "CLIMB_SHARE", 0.0)
+        without = found()
+        assert all(one <= other for one, other in zip(climbed, without, strict=True))
+        assert climbed != without
+
+    def test_it_begins_with_the_given_plan_where_nothing_else_is_fast_enough(self) -> None:
+        profile = uneven(ALL_LAYERS + 8)
+        space = Space(profile, range(len(profile.layers)), 4, 2, "data")
+        slow = with_prediction(
+            Plan(
+                tuple((cost.name,) for cost in profile.layers),
+                tuple(range(len(profile.layers))),
+                len(profile.layers),
+                num_devices=2,
+                parallel="data",
+                num_microbatches=4,
+                profile=profile,
+            )
+        )
+        # So few that no plan of the ladder is replayed.
+        found = space.best(400.0, seconds_of(slow), 0.0, slow)
+        assert found is not None
+        assert seconds_of(found) < seconds_of(slow)
+
+    @pytest.mark.parametrize("num_devices", [1, 2])
+    def test_it_leaves_given_packs_as_they_are(self, num_devices: int) -> None:
+        profile = uneven(ALL_LAYERS + 6)
+        names = [cost.name for cost in profile.layers]
+        packs = tuple(tuple(names[start : start + 2]) for start in range(0, len(names), 2))
+        found = Space(profile, range(len(names)), 4, num_devices, "data", packs).best(MOST_TASKS, inf, 0.0)
+        assert found is not None
+        assert found.packs == packs

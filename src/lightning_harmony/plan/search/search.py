@@ -14,11 +14,13 @@ Then, for the plan that was found, the packs of its forward: runs of packs that 
 are of one length, counted from the fused packs: what is left over is the first one, whose way in nothing hides.
 
 A larger capacity only adds to this. So it makes the best no slower, but for one that spreads nothing in the place of one that
-does, and for a rarity of a single plan: with more room a prefetch may come so early that it takes what another task waits for.
+does, for a rarity of a single plan (with more room a prefetch may come so early that it takes what another task waits for),
+and for where the climb ends.
 
 Up to `ALL_LAYERS` layers all of it is searched; beyond, the packs of four packers at a ladder of counts, and a ladder of
 numbers of packs that are fused or keep their graphs. Replays judge: the plans are replayed in the order of the least that
-they could take, until no other one could take less than the best.
+they could take, until no other one could take less than the best. From that one a climb goes on: a boundary of packs is moved
+by a layer, one is taken out or put in, or a few packs more or fewer are fused or keep their graphs, as long as that is faster.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, combinations, zip_longest
 from math import inf
+from random import Random
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.bound import least_seconds, runs_of, seconds_of_visits
@@ -41,8 +44,10 @@ from lightning_harmony.plan.values.profile import Profile
 ALL_LAYERS = 8
 # Of all replays together: they take about two seconds.
 MOST_TASKS = 80_000
-# What of that is left for packs of the forward.
-FORWARD_SHARE = 0.1
+# What of that is left for the climb, and for packs of the forward.
+CLIMB_SHARE, FORWARD_SHARE = 0.25, 0.1
+# By how many a climb changes the packs that are fused, or that keep their graphs.
+_STRIDES = (1, -1, 4, -4)
 # A prediction may be wrong by so much, and more by what a lane's turn takes beside what its layers do: that is in what was
 # measured for each layer, but a pack has it once.
 CLEAR_SHARE = 0.1
@@ -90,7 +95,7 @@ def search_better(
     profile, packs = replace(plan.profile, machine=machine), plan.packs if with_its_packs else None
     space = Space(profile, calls, plan.num_microbatches, plan.num_devices, plan.parallel, packs)
     spread = space.spread(plan)
-    found = space.best(most_tasks, spread.predicted_seconds * (1 - CLEAR_SHARE), TURN_SECONDS) or spread
+    found = space.best(most_tasks, spread.predicted_seconds * (1 - CLEAR_SHARE), TURN_SECONDS, spread) or spread
     return plan if found is plan else replace(found, fingerprint=plan.fingerprint, profile=plan.profile)
 
 
@@ -164,7 +169,7 @@ class Space:
         self._layers = [profile.layers[index] for index in self._order]
         self._takes_all = len(self._layers) <= ALL_LAYERS
 
-    def best(self, most_tasks: float, below: float, turn_seconds: float) -> Plan | None:
+    def best(self, most_tasks: float, below: float, turn_seconds: float, start: Plan | None = None) -> Plan | None:
         """The plan with the least predicted seconds; None if none fits, or none keeps below the limit.
 
         With up to `ALL_LAYERS` layers called and both numbers infinite, no plan in what is searched (see above) is predicted
@@ -174,10 +179,12 @@ class Space:
             most_tasks: how many tasks are replayed in all.
             below: how many seconds it must not reach.
             turn_seconds: overhead per turn of a lane, subtracted from those.
+            start: where the climb begins if none keeps below the limit.
         """
         if below <= 0:
             return None
-        tasks_of_forward, most_tasks = FORWARD_SHARE * most_tasks, (1 - FORWARD_SHARE) * most_tasks
+        tasks_of_forward, tasks_of_climb = FORWARD_SHARE * most_tasks, CLIMB_SHARE * most_tasks
+        most_tasks *= 1 - FORWARD_SHARE - (0 if self._takes_all else CLIMB_SHARE)
         plans: list[Plan] = []
         candidates: list[_Candidate] = []
         machine = self._profile.machine
@@ -196,6 +203,10 @@ class Space:
                 continue
             most_tasks -= _num_tasks(plan)
             found = self._better(found, plan, below - turn_seconds * _num_turns(plan))
+        start = found or start
+        if not self._takes_all and start is not None:
+            climbed = self._climbed(start, tasks_of_climb, turn_seconds)
+            found = self._better(found, climbed, below - turn_seconds * _num_turns(climbed))
         return None if found is None else self._joined(found, tasks_of_forward, turn_seconds)
 
     def spread(self, plan: Plan) -> Plan:
@@ -204,6 +215,56 @@ class Space:
         for other in self._spread(plan, self._profile.pack_costs(plan.packs)):
             best = self._better(best, replace(other, profile=self._profile), inf) or best
         return best
+
+    def _climbed(self, plan: Plan, most_tasks: float, turn_seconds: float) -> Plan:
+        """A plan that small changes lead to, each of which makes it faster."""
+        order = Random(0)
+        plan, seen = replace(plan, profile=self._profile, joined=frozenset()), set()
+        while True:
+            changed = list(self._changed(plan))
+            order.shuffle(changed)
+            for other in changed:
+                shape = other.packs, other.first_fused, other.kept
+                if shape in seen:
+                    continue
+                seen.add(shape)
+                most_tasks -= _num_tasks(other)
+                if most_tasks < 0:
+                    return plan
+                below = plan.predicted_seconds * (1 - _ROUNDING) + turn_seconds * (_num_turns(plan) - _num_turns(other))
+                if (faster := self._better(None, other, below)) is not None:
+                    plan = faster
+                    break
+            else:
+                return plan
+
+    def _changed(self, plan: Plan) -> Iterator[Plan]:
+        """The plan with one small change."""
+        starts = self._given_cut(plan.packs)
+        fused, num_kept = len(plan.visits) - plan.first_fused, len(plan.kept)
+        changes = [(starts, fused + by, num_kept) for by in _STRIDES] + [
+            (starts, fused, num_kept + by) for by in _STRIDES
+        ]
+        # What is spread is known by its pack.
+        if self._given is None and not plan.spread:
+            changes += [(other, fused, num_kept) for other in self._other_cuts(starts)]
+        for cut, number, num_graphs in changes:
+            base, packs = self._packed(cut)
+            first = len(base.visits) - number
+            if number >= 0 and num_graphs >= 0 and first in self._all_firsts(base.visits, packs):
+                rounds = self._kept_rounds(base.visits, first, packs)
+                kept = frozenset(chain.from_iterable(rounds[:num_graphs]))
+                yield replace(base, first_fused=first, kept=kept, spread=plan.spread)
+
+    def _other_cuts(self, starts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """A boundary of packs less, more, or moved by a layer."""
+        inner = frozenset(starts[1:])
+        others = {inner - {place} | {place + by} for place in inner for by in (1, -1)}
+        others |= {inner ^ {place} for place in range(1, len(self._layers))}
+        for other in others:
+            cut = tuple(sorted({0, *other}))
+            if len(self._layers) not in other and self._has_room(cut):
+                yield cut
 
     def _joined(self, plan: Plan, most_tasks: float, turn_seconds: float) -> Plan:
         """The plan with those packs of the forward with which it takes the least time."""
@@ -308,13 +369,16 @@ class Space:
 
     def _graphs(self, visits: Sequence[int], packs: Sequence[Cost]) -> Iterator[tuple[int, frozenset[int]]]:
         """From where packs are fused, and which of those before keep their graphs."""
-        capacities = [self._profile.machine.free_bytes] * self._num_devices
         for first in self._firsts(visits, packs):
-            kept_of = kept_on_devices(visits, first, packs, self._num_microbatches, capacities, self._parallel)
-            # The last one of each device, then the one before that, ...
-            rounds = [[pack for pack in each if pack is not None] for each in zip_longest(*kept_of)]
+            rounds = self._kept_rounds(visits, first, packs)
             for number in self._rungs(len(rounds)):
                 yield first, frozenset(chain.from_iterable(rounds[:number]))
+
+    def _kept_rounds(self, visits: Sequence[int], first: int, packs: Sequence[Cost]) -> list[list[int]]:
+        """The packs that may keep their graphs: the last one of each device, then the one before that, ..."""
+        capacities = [self._profile.machine.free_bytes] * self._num_devices
+        kept_of = kept_on_devices(visits, first, packs, self._num_microbatches, capacities, self._parallel)
+        return [[pack for pack in each if pack is not None] for each in zip_longest(*kept_of)]
 
     def _spread(self, plan: Plan, packs: Sequence[Cost]) -> Iterator[Plan]:
         """The plan with more and more packs spread, as long as a device computes clearly longer than the average."""
@@ -337,10 +401,14 @@ class Space:
             yield plan
 
     def _firsts(self, visits: Sequence[int], packs: Sequence[Cost]) -> list[int]:
+        firsts = self._all_firsts(visits, packs)
+        return [firsts[rung] for rung in self._rungs(len(firsts) - 1)]
+
+    def _all_firsts(self, visits: Sequence[int], packs: Sequence[Cost]) -> list[int]:
+        """The visits from which packs may be fused."""
         if self._num_devices > 1 and self._parallel == "pipeline":
             return sorted({len(visits), fused_alone(visits)})
-        fusable = [len(visits), *fusable_from(visits, packs, self._profile.machine.free_bytes)]
-        return [fusable[rung] for rung in self._rungs(len(fusable) - 1)]
+        return [len(visits), *fusable_from(visits, packs, self._profile.machine.free_bytes)]
 
     def _rungs(self, most: int) -> list[int]:
         return list(range(most + 1)) if self._takes_all else _ladder(most)
