@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_harmony.engine.devices.stream import Event
+from lightning_harmony.engine.devices.stream import Event, Happened
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.memory import file_reads
 from lightning_harmony.engine.memory.file_reads import FileReads
@@ -48,6 +49,28 @@ def test_they_come_in_pieces(
         event.synchronize()
         assert event.done()
         assert torch.equal(there, content.to(dtype))
+    reads.close()
+    device.close()
+
+
+def test_what_waits_for_copies_waits_for_those_that_are_still_to_be_launched(tmp_path: Path) -> None:
+    """Code between steps may write to the weights then."""
+    device, may_begin, has_begun = Apart(None), threading.Event(), threading.Event()
+    reads = FileReads(device)
+
+    def launch() -> Event:
+        may_begin.wait()
+        has_begun.set()
+        return Happened()
+
+    reads.finish()
+    reads.start(launch)
+    waiting = threading.Thread(target=reads.finish)
+    waiting.start()
+    assert waiting.is_alive()
+    may_begin.set()
+    waiting.join()
+    assert has_begun.is_set()
     reads.close()
     device.close()
 

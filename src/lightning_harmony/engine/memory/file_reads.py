@@ -8,7 +8,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from torch import Tensor
 
@@ -33,6 +33,7 @@ class FileReads:
         self._device = device
         # Its thread begins with the first work.
         self._thread = ThreadPoolExecutor(1, "harmony-file-read", initializer=run_anywhere)
+        self._last: Future[Event] | None = None
         # What it was filled with has left each.
         self._pieces: deque[tuple[Tensor, Event]] = deque()
 
@@ -49,7 +50,13 @@ class FileReads:
         """
         if not self._device.computes_apart:
             return launch()
-        return _Launched(self._thread.submit(launch))
+        self._last = self._thread.submit(launch)
+        return _Launched(self._last)
+
+    def finish(self) -> None:
+        """Wait until all copies are launched."""
+        if self._last is not None:
+            wait([self._last])
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
         """Copy a tensor to the device, as its type is there, on the current stream.

@@ -88,6 +88,7 @@ class Swapper:
 
     def finish_reading(self) -> None:
         """Wait until all that was to be copied to the device has left the host: from here on, anyone may write there."""
+        self._file_reads.finish()
         self._device.swap_in.submit_brief(lambda: None).synchronize()
 
     def _start_swap_in(self, pack: SwappedPack, *, keeps_masters: bool) -> None:
