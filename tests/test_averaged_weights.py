@@ -278,3 +278,94 @@ def test_a_frozen_copy_that_is_used_otherwise_is_not_changed_within_a_step(kind:
     strategy = HarmonyStrategy(device_memory=memory, num_microbatches=4, profile_cache=False)
     with pytest.raises(UnsupportedModelError, match="is changed inside the step"):
         train_harmony(kind(), nets.tokens(16), strategy, 8, with_gradients=False)
+
+
+class Contrasted(nn.Module):
+    """Two towers, whose products are scaled by a parameter that the step keeps within bounds, as CLIP's.
+
+    Args:
+        bound: does that.
+        reads: multiplies what the backward reads the scale for, instead of what has its exponential.
+        late: in which call of a microbatch's the first bound is; 0 for all.
+    """
+
+    def __init__(self, bound: Callable[[nn.Parameter], object], *, reads: bool = False, late: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = (nn.Sequential(*[nets.Block() for _ in range(3)]) for _ in range(2))
+        self.scale, self.bias = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(0.1))
+        self.bound, self.reads, self.late = bound, reads, late
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        one, other = (nn.functional.normalize(tower(x), dim=-1) for tower in (self.one, self.other))
+        if self.num_calls > self.late:
+            self.bound(self.scale)
+        scores = (self.scale * one) @ other.T if self.reads else self.scale.exp() * (one @ other.T)
+        return nn.functional.cross_entropy(scores + self.bias, torch.arange(len(x), device=x.device))
+
+
+def clamped(scale: nn.Parameter) -> None:
+    with torch.no_grad():
+        scale.clamp_(0.0, 1.45)
+
+
+BOUNDS: dict[str, Callable[[nn.Parameter], object]] = {
+    "clamp_": clamped,
+    "data.clamp_": lambda scale: scale.data.clamp_(0.0, 1.45),
+    "data =": lambda scale: setattr(scale, "data", scale.data.clamp(0.0, 1.45)),
+    "copy_": lambda scale: scale.data.copy_(scale.detach().clamp(max=1.45)),
+    "detach().mul_": lambda scale: scale.detach().mul_(0.9),
+    "init": lambda scale: nn.init.constant_(scale, 1.2),
+}
+
+
+@pytest.mark.one_after_the_other
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("way", BOUNDS)
+def test_a_step_may_bound_a_trained_parameter_of_its_own_before_it_uses_it(
+    way: str, num_microbatches: int, *, reads: bool
+) -> None:
+    """CLIP's scale: all of this was refused."""
+    samples = torch.randn(8 * STEPS, nets.WIDTH, generator=torch.Generator().manual_seed(1))
+    plain = train_plain(Net(Contrasted(BOUNDS[way], reads=reads), OPTIMIZERS["AdamW"]), samples, num_microbatches, 8)
+    module = Net(Contrasted(BOUNDS[way], reads=reads), OPTIMIZERS["AdamW"])
+    strategy = HarmonyStrategy(
+        device_memory={"cpu": "64KiB", "cuda": None}[root().type],
+        num_microbatches=num_microbatches,
+        profile_cache=False,
+    )
+    compare(plain, train_harmony(module, samples, strategy, 8, with_gradients=False))
+    assert plain.state["net.scale"] < 1.5
+
+
+@pytest.mark.cpu
+@pytest.mark.one_after_the_other
+def test_it_may_begin_to_in_a_later_step(caplog: pytest.LogCaptureFixture) -> None:
+    samples = torch.randn(8 * STEPS, nets.WIDTH, generator=torch.Generator().manual_seed(1))
+    plain = train_plain(Net(Contrasted(clamped, late=9), OPTIMIZERS["AdamW"]), samples, 4, 8)
+    strategy = HarmonyStrategy(device_memory="64KiB", num_microbatches=4, profile_cache=False)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        module = Net(Contrasted(clamped, late=9), OPTIMIZERS["AdamW"])
+        compare(plain, train_harmony(module, samples, strategy, 8, with_gradients=False))
+    assert any("microbatches run one after the other" in message for message in caplog.messages)
+
+
+@pytest.mark.cpu
+def test_it_may_not_when_it_has_used_it() -> None:
+    """What the backward has of it would be told apart by nothing from what it has become."""
+
+    class Late(Contrasted):
+        def forward(self, x: Tensor) -> Tensor:
+            bound, self.bound = self.bound, lambda scale: None
+            loss = super().forward(x)
+            self.bound = bound
+            bound(self.scale)
+            return loss
+
+    samples = torch.randn(8, nets.WIDTH)
+    strategy = HarmonyStrategy(device_memory="64KiB", num_microbatches=1, profile_cache=False)
+    with pytest.raises(UnsupportedModelError, match=r"'net\.scale' is changed inside the step"):
+        train_harmony(Net(Late(clamped)), samples, strategy, 8, with_gradients=False)

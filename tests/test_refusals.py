@@ -715,11 +715,6 @@ def replace_parameter(module: Any) -> None:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "data-in-place": lambda module: module.scale.data.clamp_(0.0, 0.1),
-    "detached-in-place": lambda module: module.scale.detach().mul_(0.5),
-    "data-assigned": lambda module: setattr(module.scale, "data", torch.tensor(0.25)),
-    "in-place": under_no_grad(lambda module: module.scale.mul_(0.5)),
-    "average": under_no_grad(lambda module: module.scale.lerp_(module.shift, 0.5)),
     "of-a-layer": under_no_grad(lambda module: module.net.head.weight.copy_(module.net.embed.weight)),
     "all-at-once": under_no_grad(lambda module: torch._foreach_mul_(list(module.parameters()), 0.5)),
     "out": under_no_grad(lambda module: torch.mul(module.shift, 0.5, out=module.scale)),
@@ -728,10 +723,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a-view-of-data": lambda module: module.net.head.weight.data.view(-1).clamp_(-0.1, 0.1),
     "a-view-in-a-list": lambda module: torch._foreach_mul_([module.net.head.weight.data.view(-1)], 0.5),
     "a-row": under_no_grad(lambda module: next(iter(module.net.head.weight)).zero_()),
-    "initialised": lambda module: nn.init.zeros_(module.scale),
-    "frozen": lambda module: module.scale.requires_grad_(False),
-    "frozen-by-attribute": lambda module: setattr(module.scale, "requires_grad", False),
-    "layer-frozen": lambda module: module.net.head.requires_grad_(False),
     "hooked": lambda module: module.scale.register_hook(lambda gradient: gradient * 2),
     "replaced": replace_parameter,
 }

@@ -44,6 +44,11 @@ class Placement:
         """The packs as they are on the root device; other devices have the same ones."""
         return self.residents[0].packs
 
+    def packs_with(self, parameter: nn.Parameter) -> list[tuple[Residents, SwappedPack]]:
+        """The packs that have a parameter, on each device."""
+        packs = [(residents, pack) for residents in self.residents for pack in residents.packs]
+        return [(residents, pack) for residents, pack in packs if any(each is parameter for each in pack.parameters)]
+
     def refuse_changed_weights(self) -> None:
         """Refuse a step in whose forward layers have changed weights.
 

@@ -288,9 +288,9 @@ class Runtime:
     def changing(self, parameter: nn.Parameter, *, in_place: bool) -> AbstractContextManager[Tensor] | None:
         """The context in which a parameter is on the root device, to be changed there; behind it, the host has that.
 
-        None where others use it meanwhile: other microbatches, unless these run one after the other, or a backward, or what
-        trains it; or where the microbatch has a view, which would change with it. An evaluation of one microbatch may change
-        all parameters.
+        None where others use it meanwhile: other microbatches, unless these run one after the other, or a backward; or where
+        the microbatch has a view, which would change with it, or has used one that is trained. An evaluation of one microbatch
+        may change all parameters.
 
         Args:
             parameter: which one.
@@ -304,8 +304,14 @@ class Runtime:
         if not self._observer.is_training:
             return self._changing(parameter) if len(step.turns.running) == 1 else None
         having = [layer for layer in self._model.layers if any(each is parameter for each in layer.parameters)]
-        is_trained = parameter.requires_grad and step.has_optimizer(parameter)
-        if is_trained or any(layer.is_in_graph for layer in having):
+        is_read, progress = any(layer.is_in_graph for layer in having), step.current()
+        if parameter.requires_grad and step.has_optimizer(parameter):
+            of_layers = any(layer.module is not None for layer in having)
+            if of_layers or progress is None or parameter in progress.tokens:
+                return None
+            # The backwards of other microbatches are over.
+            is_read = is_read and not step.runs_whole
+        if is_read:
             return None
         step.changed_parameter = self._model.names.get(parameter, "")
         return self._changing(parameter)
@@ -313,6 +319,9 @@ class Runtime:
     @contextmanager
     def _changing(self, parameter: nn.Parameter) -> Iterator[Tensor]:
         root = self._devices[0]
+        having = self._placement.packs_with(parameter)
+        for residents, pack in having:
+            residents.swapper.await_update(pack)
         with self.calling(), root.selected(), torch.inference_mode(False), torch.no_grad():
             there = parameter.detach().to(root.torch_device, copy=True)
             yield there
@@ -320,10 +329,8 @@ class Runtime:
                 residents.swapper.finish_reading()
             parameter.copy_(there)
         # What has come meanwhile is as it was.
-        for residents in self._placement.residents:
-            for pack in residents.packs:
-                if any(each is parameter for each in pack.parameters):
-                    residents.evict(pack)
+        for residents, pack in having:
+            residents.evict(pack)
 
     # ---- what a forward keeps ------------------------------------------------------------------------------------------
 
