@@ -140,7 +140,6 @@ def test_evaluations_with_other_weights_are_those_of_plain_lightning(kind: type[
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "another shape": lambda net: setattr(net.head.weight, "data", torch.zeros(3)),
-    "frozen": lambda net: net.head.requires_grad_(False),
     "a view": lambda net: net.head.weight.data.view(-1).zero_(),
     "shape": lambda net: net.head.weight.data.resize_(1),
     "strides": lambda net: net.head.weight.data.t_(),
@@ -318,6 +317,7 @@ BOUNDS: dict[str, Callable[[nn.Parameter], object]] = {
     "copy_": lambda scale: scale.data.copy_(scale.detach().clamp(max=1.45)),
     "detach().mul_": lambda scale: scale.detach().mul_(0.9),
     "init": lambda scale: nn.init.constant_(scale, 1.2),
+    "by name": lambda scale: torch.no_grad()(torch.clamp_)(input=scale, max=1.45),
 }
 
 

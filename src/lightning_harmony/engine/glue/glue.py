@@ -79,6 +79,8 @@ class StandIn(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what needs no element, and swap the parameter in for the rest."""
         kwargs = kwargs or {}
+        if not args and (first := next((name for name in _FIRST if name in kwargs), None)) is not None:
+            args, kwargs = (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
         if func in _GRADIENT:
             return gradient_in_step(args[0])
         if func in ANSWERED:
@@ -164,6 +166,9 @@ _REFUSED = {
     Tensor.register_hook,
 }
 
+# What functions call their first argument, which callers may give by its name, as those of `torch.nn.init` do.
+_FIRST = ("input", "tensor", "self")
+
 # What they return shares the memory of what they are called with, and nobody sees it.
 _SHARING = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr}
 
@@ -183,9 +188,10 @@ def _changed(stand_ins: Sequence[StandIn], func: Any, args: Any, kwargs: Any) ->
     there: dict[nn.Parameter, Tensor] = {}
     with ExitStack() as stack:
         for stand_in in stand_ins:
-            # Of one that would be differentiated, autograd refuses that, too.
+            # Of one that would be differentiated, autograd refuses that, too. Functions that initialise differentiate nothing.
+            has_graph = torch.is_grad_enabled() and getattr(func, "__module__", None) != nn.init.__name__
             may_be = func == _SET_DATA and _is_like(args[1], stand_in)
-            may_be = may_be or not (func in _REFUSED or (torch.is_grad_enabled() and stand_in.requires_grad))
+            may_be = may_be or not (func in _REFUSED or (has_graph and stand_in.requires_grad))
             context = stand_in._runtime.changing(stand_in.parameter, in_place=func != _SET_DATA) if may_be else None
             if context is None:
                 raise UnsupportedModelError(changed_in_step(stand_in))
