@@ -293,6 +293,14 @@ def by_hook_within(blocks: Any, block: Any, x: Tensor) -> Tensor:
     return y
 
 
+def by_hook_with_keywords(blocks: Any, block: Any, x: Tensor) -> Tensor:
+    """As mixed adapters name theirs to each module within a layer: the recompute called the hook without keywords."""
+    handle = block.up.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
+    y: Tensor = blocks(x)
+    handle.remove()
+    return y
+
+
 SCALE = contextvars.ContextVar("scale", default=1.0)
 
 
@@ -323,7 +331,7 @@ class ChangesForAWhile(Blocks):
         return F.mse_loss(self.change(self.run, self.blocks[2], x), y)
 
 
-CHANGES = [by_name, by_flag, by_list, by_function, by_hook, by_hook_within, by_context]
+CHANGES = [by_name, by_flag, by_list, by_function, by_hook, by_hook_within, by_hook_with_keywords, by_context]
 
 
 @pytest.mark.parametrize(("change", "num_microbatches", "devices"), combined(CHANGES, [(4, 2), (4, 1), (1, 1)]))

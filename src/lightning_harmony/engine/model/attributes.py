@@ -27,6 +27,8 @@ from lightning_harmony.errors import UnsupportedModelError
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 # Those that run around a module's forward.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Which of them torch calls with keyword arguments, and which even if the forward fails.
+_KINDS_OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 # Longer ones, such as vocabularies, are no place for what a call counts or collects, and take long to compare.
 LONGEST = 4096
 _PLAIN = (bool, int, float, str, type(None))
@@ -59,7 +61,7 @@ class Attributes:
             attributes = vars(module)
             make_seekable(attributes, attributes.copy())
             self._modules.append((attributes, attributes.copy()))
-            self._contents += [(attributes[name], attributes[name].copy()) for name in HOOKS]
+            self._contents += [(attributes[name], attributes[name].copy()) for name in (*HOOKS, *_KINDS_OF_HOOKS)]
             for name, value in attributes.items():
                 if name not in OF_TORCH and type(value) not in _PLAIN:
                     self._look_at(name, value, seen)
