@@ -108,9 +108,10 @@ def changes_nothing(func: Any, stand_in: Any, *args: Any, **kwargs: Any) -> bool
 def changed_in_step(stand_in: StandIn) -> str:
     """A message: the step changes a parameter."""
     return (
-        f"parameter {_name(stand_in)!r} is changed inside the step, while it is swapped out and microbatches at different "
-        "places use it; do that in a hook such as on_train_batch_start, on_train_batch_end or on_validation_start, or "
-        "optimize manually (self.automatic_optimization = False), where the training_step may"
+        f"parameter {_name(stand_in)!r} is changed inside the step, while it is swapped out; do that in a hook such as "
+        "on_train_batch_start, on_train_batch_end or on_validation_start, or optimize manually "
+        "(self.automatic_optimization = False), where the training_step may. Where the first call alone sets it, run the "
+        "model once before the fit"
     )
 
 
