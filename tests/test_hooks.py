@@ -120,6 +120,25 @@ def test_a_module_may_clip_in_the_method_that_does() -> None:
     assert swapped.strategy.step_report.update_reason.startswith("ClipsByItself.clip_gradients is overridden")
 
 
+# And the norm.
+@pytest.mark.cpu
+@pytest.mark.parametrize("function", ["clip_grad_norm_", "clip_grad_value_"])
+def test_a_function_of_torch_that_clips_may_be_replaced(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As code that looks at norms does, or clips in another way: it was passed by, and torch's own computation took its place.
+    def clips(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        for parameter in parameters:
+            parameter.grad *= 0.3
+
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.nn.utils, function, clips)
+    algorithm = "norm" if function == "clip_grad_norm_" else "value"
+    options = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": algorithm}
+    plain, swapped = (trained(Model(), strategy, **options) for strategy in ("auto", whole()))
+    assert_same(plain, swapped)
+    assert len(calls) == 2 * plain.global_step > 0
+
+
 class Centralizes(Precision):
     """Changes gradients behind the backward."""
 

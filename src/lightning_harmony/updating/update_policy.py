@@ -210,7 +210,7 @@ class UpdatePolicy:
         plugin, base = type(self.trainer.precision_plugin), self.tree.part("plugins.precision").Precision
         names = ("clip_grad_by_norm", "clip_grad_by_value")
         is_known = plugin.__module__.startswith((f"{self.tree.name}.plugins.", "lightning_harmony."))
-        return is_known and all(getattr(plugin, name) is getattr(base, name) for name in names)
+        return is_known and all(getattr(plugin, name) is getattr(base, name) for name in names) and _torch_clips()
 
     def clips_late(self) -> bool:
         """Whether Lightning alone clips gradients, and nobody sees them between that and their use."""
@@ -246,6 +246,12 @@ class UpdatePolicy:
     @property
     def _optimizers(self) -> Any:
         return self.trainer.optimizers
+
+
+def _torch_clips() -> bool:
+    """Whether the functions of torch that Lightning clips with are torch's own: the user's code may replace them."""
+    used = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_)
+    return all(getattr(each, "__globals__", {}).get("__name__") == "torch.nn.utils.clip_grad" for each in used)
 
 
 def _is_users(owner: Any) -> bool:
