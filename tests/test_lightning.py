@@ -534,6 +534,21 @@ def test_the_model_may_be_traced_between_steps() -> None:
     assert_same(plainly(), fit_harmony(Model(), callbacks=[Tracing()]))
 
 
+@pytest.mark.cpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_copy_of_a_layer_may_be_scripted_between_steps() -> None:
+    """As a callback does that exports each epoch. For the layer itself there was no more than a missing `__globals__`."""
+
+    class Exporting(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            layer, rows = module.net.blocks[0], torch.ones(1, nets.WIDTH)
+            with pytest.raises(AttributeError, match=r"'net.blocks.0' .*copy.deepcopy\(module\)"):
+                torch.jit.script(layer)
+            assert torch.equal(torch.jit.script(copy.deepcopy(layer))(rows), layer(rows))
+
+    assert_same(plainly(), fit_harmony(Model(), callbacks=[Exporting()]))
+
+
 # --- The module afterwards, and again.
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,15 @@ class InterceptedForward:
 
     def _run(self, anchor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return LayerCall(self.original, self._runtime, anchor).run(args, kwargs)
+
+    @property
+    def __globals__(self) -> NoReturn:
+        # `torch.jit.script` looks for the names in it that a function uses.
+        raise AttributeError(
+            f"layer {self.layer.name!r} has no forward of its own while it trains, which torch.jit.script would compile: "
+            "script a copy, torch.jit.script(copy.deepcopy(module)), or trace the module, torch.jit.trace(module, inputs), as "
+            "to_torchscript(method='trace') does"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _bound_forward(memo[id(self._module)])

@@ -52,8 +52,9 @@ class LoneCalls:
         for layer in pack.layers:
             if layer.is_outdated():
                 raise UnsupportedModelError(
-                    f"layer {layer.name!r} is called outside of a step, after its parameters were replaced, as pruning does, "
-                    "and before the next step: call it in a later hook"
+                    f"layer {layer.name!r} is called outside of a step, after its parameters were replaced, as pruning and "
+                    "torch.func.functional_call do, and before the next step: call it in a later hook, or a copy of it, "
+                    "copy.deepcopy(module)"
                 )
             layer.derive()
         self._model.follow(pack.parameters)
