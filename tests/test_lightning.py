@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -518,6 +519,11 @@ def test_data_is_prepared_whatever_a_cluster_says_of_the_process(
     trainer = fit_harmony(module)
     assert module.has_prepared
     assert (trainer.local_rank, trainer.node_rank, trainer.is_global_zero) == (0, 0, True)
+
+
+def test_a_plugin_for_slurm_is_taken_outside_of_a_job() -> None:
+    """As for what it does when signals come. The Trainer was asked how many tasks the job has, and ended with a KeyError."""
+    assert_same(plainly(), fit_harmony(Model(), plugins=[SLURMEnvironment(auto_requeue=False)]))
 
 
 @pytest.mark.cpu

@@ -72,9 +72,11 @@ def refuse_other_processes(num_nodes: int, environment: Any) -> None:
                 f"{commands}; or set MASTER_ADDR, MASTER_PORT and NODE_RANK"
             )
         return
-    number = environment.world_size()
     # Tasks of SLURM may be fits of their own.
-    if number != num_nodes and (num_nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ):
+    if num_nodes == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    number = environment.world_size()
+    if number != num_nodes:
         raise ValueError(
             f"{number} processes were started for Trainer(num_nodes={num_nodes}): strategy='harmony' needs one on each node, "
             f"which runs all of its devices. Use {commands}"
