@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from support import nets
 from support.adapters import Adapted, Stack
-from support.same_training import Net, assert_same_training, root, train_harmony, trainer_for
+from support.same_training import Net, assert_same_training, compare, root, train_harmony, train_plain, trainer_for
 from support.taking_turns import ONE_AFTER_THE_OTHER, takes_turns
 
 SIZE = 32
@@ -352,3 +352,55 @@ def test_other_data_for_a_weight_that_an_object_has_too_is_refused() -> None:
     strategy = HarmonyStrategy(num_microbatches=4)
     with pytest.raises(UnsupportedModelError, match="other data than an object has of it"):
         train_harmony(module, SAMPLES, strategy, 8, with_gradients=False, more_callbacks=[Assigning()])
+
+
+class Lazy:
+    """What is computed from a weight when somebody asks for it, as the kernels of Gaussian processes."""
+
+    def __init__(self, module: nn.Module, weight: nn.Parameter, x: Tensor) -> None:
+        self.module, self.weight, self.x = module, weight, x
+
+    def value(self) -> Tensor:
+        return self.module(self.x) * self.weight
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((16,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Asks(nn.Module):
+    """A layer that has the weight, and is called with what holds it."""
+
+    def __init__(self, scales: Scales, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.scales, self.weight, self.linear = scales, weight, nn.Linear(16, 16)
+
+    def forward(self, lazy: Lazy) -> Tensor:
+        return torch.tanh(self.linear(lazy.value()))
+
+
+class GivesWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)])
+        self.scales, self.weight = Scales(), nn.Parameter(torch.full((16,), 0.7))
+        self.asks = Asks(self.scales, self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.asks(Lazy(self.scales, self.weight, self.layers(x))).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_an_object_that_a_layer_is_called_with_may_hold_modules_and_weights_that_it_has(num_microbatches: int) -> None:
+    """They were taken for tensors, to be stashed: that brought them, and the layer lost its own."""
+    samples = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
+    plain = train_plain(Net(GivesWeights()), samples, num_microbatches, 4)
+    strategy = HarmonyStrategy(device_memory="16KiB", num_microbatches=num_microbatches, profile_cache=False)
+    compare(plain, train_harmony(Net(GivesWeights()), samples, strategy, 4, with_gradients=False))

@@ -276,9 +276,12 @@ def _keeps_what_is_saved() -> bool:
 def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
     runtime, parameter = stand_in._runtime, stand_in.parameter
     layer = runtime.glue_layer(parameter)
+    tensor: Tensor | None
     if (caller := layer_of_caller()) is not None:
-        raise UnsupportedModelError(not_its_own(caller, layer))
-    tensor: Tensor
+        # An object that the layer is called with may hold what its modules have.
+        if (tensor := caller.bound_weight(parameter)) is None:
+            raise UnsupportedModelError(not_its_own(caller, layer))
+        return tensor.clone() if copy else tensor
     if not (torch.is_grad_enabled() and stand_in.requires_grad):
         # Kernels ask whether a weight needs gradients, with or without a graph, and sum in another order if it does.
         with runtime.visit(layer, Phase.FORWARD) as residency, torch.inference_mode(False), torch.no_grad():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.memory.stash import Stashed
+from lightning_harmony.engine.structures.tree import is_parameter
 
 # Values of these types hold no tensor, and equal ones tell layers the same.
 PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -28,7 +29,7 @@ def is_opaque(value: Any) -> bool:
 
 
 class ObjectSnapshot:
-    """An object as it was, its tensors shared and not copied.
+    """An object as it was, its tensors shared and not copied. Modules and parameters in it are those of the model.
 
     Raises:
         TypeError: if the object can't be taken apart.
@@ -36,16 +37,17 @@ class ObjectSnapshot:
 
     def __init__(self, value: Any) -> None:
         self.tensors: list[Tensor] = []
+        self._kept: list[Any] = []
         file = io.BytesIO()
         try:
-            _Pickler(file, self.tensors).dump(value)
+            _Pickler(file, self.tensors, self._kept).dump(value)
         except Exception as error:
             raise TypeError(f"cannot keep a {type(value).__name__} as it is: {error}") from error
         self._pickled = file.getvalue()
 
     def restore(self, tensors: list[Tensor]) -> Any:
         """A copy of the object with these tensors in place of its own."""
-        return _Unpickler(io.BytesIO(self._pickled), tensors.__getitem__).load()
+        return _Unpickler(io.BytesIO(self._pickled), tensors, self._kept).load()
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -97,24 +99,27 @@ def without_caches(model: nn.Module) -> Iterator[None]:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor], kept: list[Any]) -> None:
         super().__init__(file)
-        self._tensors = tensors
+        self._tensors, self._kept = tensors, kept
 
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, Tensor):
+    def persistent_id(self, obj: Any) -> tuple[bool, int] | None:
+        is_kept = is_parameter(obj) or isinstance(obj, nn.Module)
+        if not is_kept and not isinstance(obj, Tensor):
             return None
-        self._tensors.append(obj)
-        return len(self._tensors) - 1
+        found = self._kept if is_kept else self._tensors
+        found.append(obj)
+        return is_kept, len(found) - 1
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, load: Callable[[int], Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor], kept: list[Any]) -> None:
         super().__init__(file)
-        self._load = load
+        self._tensors, self._kept = tensors, kept
 
-    def persistent_load(self, pid: Any) -> Tensor:
-        return self._load(pid)
+    def persistent_load(self, pid: Any) -> Any:
+        is_kept, number = pid
+        return (self._kept if is_kept else self._tensors)[number]
 
 
 class StashedObject:

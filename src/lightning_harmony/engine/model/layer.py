@@ -325,6 +325,11 @@ class SwappedLayer:
                 left[owner, name] = owner._buffers.get(name)
                 owner._buffers[name] = value
 
+    def bound_weight(self, parameter: nn.Parameter) -> Tensor | None:
+        """What the layer's code finds in a parameter's place, while it runs; None if it has none."""
+        found = (place.container[place.key] for place in self._places if place.parameter is parameter)
+        return next(found, None)
+
 
 @contextmanager
 def own_code_of(layer: SwappedLayer) -> Iterator[None]:
