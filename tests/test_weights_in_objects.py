@@ -404,3 +404,39 @@ def test_an_object_that_a_layer_is_called_with_may_hold_modules_and_weights_that
     plain = train_plain(Net(GivesWeights()), samples, num_microbatches, 4)
     strategy = HarmonyStrategy(device_memory="16KiB", num_microbatches=num_microbatches, profile_cache=False)
     compare(plain, train_harmony(Net(GivesWeights()), samples, strategy, 4, with_gradients=False))
+
+
+class Regularized(nn.Module):
+    """Keeps what it regularizes in tuples in a list, beside their factors, as deepctr does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)])
+        self.scale = nn.Parameter(torch.full((16,), 0.7))
+        self.regularized = [
+            ([pair for pair in self.layers.named_parameters() if "weight" in pair[0]], 0.0, 0.01),
+            ([self.scale], 0.01, 0.0),
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = (self.layers(x) * self.scale).square().mean()
+        for weights, one, two in self.regularized:
+            for weight in weights:
+                tensor = weight[1] if isinstance(weight, tuple) else weight
+                loss = loss + one * tensor.abs().sum() + two * tensor.square().sum()
+        return loss
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_weights_may_lie_in_tuples_in_lists(num_microbatches: int) -> None:
+    """This was refused."""
+    samples = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
+    plain = train_plain(Net(Regularized()), samples, num_microbatches, 4)
+    net = Regularized()
+    strategy = HarmonyStrategy(device_memory="16KiB", num_microbatches=num_microbatches, profile_cache=False)
+    # Read between layers, too: their gradients are summed in another order.
+    compare(plain, train_harmony(Net(net), samples, strategy, 4, with_gradients=False), tolerance=1e-6)
+    pairs = net.regularized[0][0]
+    assert all(weight is net.layers.get_parameter(name) for name, weight in pairs)

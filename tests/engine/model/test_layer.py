@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from lightning_harmony.engine.model.layer import SwappedLayer, buffers_of, move_buffers, places_of
+from lightning_harmony.engine.model.layer import SwappedLayer, buffers_of, move_buffers
+from lightning_harmony.engine.model.parameter_places import places_of
 from lightning_harmony.errors import UnsupportedModelError
 
 
@@ -56,32 +57,6 @@ def copies_of(layer: SwappedLayer) -> dict[nn.Parameter, Tensor]:
 def found_by(module: nn.Module) -> list[Any]:
     """What is at each place now."""
     return [place.container[place.key] for place in places_of(module, list(module.parameters()))]
-
-
-class TestPlaces:
-    def test_are_all_references_of_the_module(self) -> None:
-        module = Referring()
-        keys = [place.key for place in places_of(module, list(module.parameters()))]
-        assert sorted(map(str, keys)) == ["0", "alias", "bias", "bias", "weight"]
-
-    def test_include_the_weights_that_a_recurrent_layer_lists(self) -> None:
-        module = nn.LSTM(2, 3, num_layers=2)
-        parameters = list(module.parameters())
-        listed = [place for place in places_of(module, parameters) if place.container is module._flat_weights]
-        assert [place.parameter for place in listed] == parameters
-
-    def test_include_those_of_inner_modules(self) -> None:
-        module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2, bias=False)))
-        assert len(places_of(module, list(module.parameters()))) == 3
-
-    def test_are_only_those_of_the_parameters_asked_for(self) -> None:
-        module = Referring()
-        assert {place.key for place in places_of(module, [module.bias])} == {"bias"}
-
-    def test_of_a_tied_parameter_are_all_its_owners(self) -> None:
-        module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-        module[1].weight = module[0].weight
-        assert len(places_of(module, [module[0].weight])) == 2
 
 
 class TestSwappedLayer:

@@ -29,12 +29,11 @@ from lightning_harmony.engine.glue.runtime import Runtime
 from lightning_harmony.engine.glue.uses import Token, Use
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import (
-    Place,
     SwappedLayer,
     dtype_on_device,
-    is_replaced,
     layer_of_caller,
 )
+from lightning_harmony.engine.model.parameter_places import Place, is_replaced
 from lightning_harmony.engine.structures.operations import changes_first
 from lightning_harmony.engine.structures.parts import cloned, is_composed, parts_of
 from lightning_harmony.engine.structures.strides import copied
@@ -389,9 +388,9 @@ def _refuse_gradients_of(parameter: nn.Parameter, runtime: Runtime) -> Removable
 
     def refuse(parameter: nn.Parameter) -> None:
         raise UnsupportedModelError(
-            f"the step uses parameter {runtime.glue_layer(parameter).name!r} where swapping does not see it, such as in a "
-            "tuple, an object, functools.partial or the optimizer's groups: use it as the attribute of its module, or keep it "
-            "in a flat list or dict that is an attribute of one"
+            f"the step uses parameter {runtime.glue_layer(parameter).name!r} where swapping does not see it, such as in an "
+            "object, functools.partial or the optimizer's groups: use it as the attribute of its module, or keep it in a "
+            "list, dict or tuple that is one"
         )
 
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(refuse)

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from types import new_class
 from typing import Any
@@ -18,9 +17,8 @@ from torch.nn.utils import parametrize
 from lightning_harmony.engine.model.attributes import AttributesOfLayer
 from lightning_harmony.engine.model.companions import CallChanges, CompanionChangedError, Companions
 from lightning_harmony.engine.model.derived import derived_weights
-from lightning_harmony.engine.structures.containers import copied_content
+from lightning_harmony.engine.model.parameter_places import containers_of, is_replaced, places_of
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
-from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
 
 BufferKey = tuple[nn.Module, str]
@@ -73,21 +71,6 @@ def _is_same_view(one: Tensor, other: Tensor) -> bool:
         return False
     places = [(each.dtype, each.size(), each.stride(), each.storage_offset()) for each in (one, other)]
     return places[0] == places[1]
-
-
-@dataclass(frozen=True)
-class Place:
-    """An entry of a dict or list that holds a parameter: `module._parameters`, or a list like `nn.LSTM._flat_weights`."""
-
-    container: Any
-    key: Any
-    parameter: nn.Parameter
-
-
-def is_replaced(place: Place) -> bool:
-    """Whether a place holds its parameter no longer."""
-    entries = place.container if isinstance(place.container, dict) else dict(enumerate(place.container))
-    return entries.get(place.key) is not place.parameter
 
 
 def host_buffer(key: BufferKey) -> Tensor | None:
@@ -385,35 +368,3 @@ def move_buffers(keys: Sequence[BufferKey], device: torch.device) -> None:
         buffer = owner._buffers.get(name)
         if buffer is not None:
             owner._buffers[name] = buffer.to(device)
-
-
-def places_of(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Place]:
-    """Every place below a module that holds one of ``parameters``: registered, or referred to by an attribute."""
-    wanted = {id(parameter) for parameter in parameters}
-    return [place for owner in module.modules() for place in _places_in(owner) if id(place.parameter) in wanted]
-
-
-def containers_of(module: nn.Module, places: Sequence[Place]) -> list[tuple[dict[str, Any], str]]:
-    """The attributes below a module that are the dicts or lists of these places. `nn.LSTM` makes its list anew."""
-    wanted = {id(place.container) for place in places}
-    return [
-        (vars(owner), name) for owner in module.modules() for name, value in vars(owner).items() if id(value) in wanted
-    ]
-
-
-def _places_in(owner: nn.Module) -> Iterator[Place]:
-    for name, parameter in owner._parameters.items():
-        if parameter is not None:
-            yield Place(owner._parameters, name, parameter)
-    for name, value in vars(owner).items():
-        if name not in ("_parameters", "_modules", "_buffers"):
-            yield from _places_of_value(vars(owner), name, value)
-
-
-def _places_of_value(container: Any, key: Any, value: Any) -> Iterator[Place]:
-    if is_parameter(value):
-        yield Place(container, key, value)
-    elif issubclass(type(value), list | dict):
-        content = copied_content(value)
-        items = enumerate(content) if isinstance(content, list) else content.items()
-        yield from (Place(value, inner, item) for inner, item in items if is_parameter(item))

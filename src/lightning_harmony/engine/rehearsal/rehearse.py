@@ -30,8 +30,9 @@ from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import lies_in
-from lightning_harmony.engine.model.layer import COMPARED_CALLS, SwappedLayer, places_of
+from lightning_harmony.engine.model.layer import COMPARED_CALLS, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.model.parameter_places import places_of
 from lightning_harmony.engine.rehearsal.fakes import (
     FakeDevice,
     FakeStore,

@@ -30,7 +30,8 @@ from lightning_harmony.engine.memory.transfer import Transfers
 from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import HostStore
-from lightning_harmony.engine.model.layer import SwappedLayer, places_of
+from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.model.parameter_places import places_of
 from lightning_harmony.engine.step.device_surroundings import DeviceSurroundings
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.fit_record import FitRecord

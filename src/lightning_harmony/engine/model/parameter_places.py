@@ -1,0 +1,94 @@
+"""Places: where modules hold their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_harmony.engine.structures.containers import copied_content
+from lightning_harmony.engine.structures.tree import is_parameter
+
+# How deep parameters may lie in lists, dicts and tuples that are in each other, and how many entries are looked at in all.
+_DEPTH, _MOST = 4, 100_000
+
+
+class Entries:
+    """The entries of a tuple that is itself an entry: another tuple takes its place where one of them is changed.
+
+    Args:
+        container: has the tuple.
+        key: where.
+    """
+
+    def __init__(self, container: Any, key: Any) -> None:
+        self._container, self._key = container, key
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._container[self._key])
+
+    def __getitem__(self, number: int) -> Any:
+        return self._container[self._key][number]
+
+    def __setitem__(self, number: int, value: Any) -> None:
+        entries = self._container[self._key]
+        changed = [*entries[:number], value, *entries[number + 1 :]]
+        # Of one with names, the class takes them one by one.
+        make = getattr(type(entries), "_make", type(entries))
+        self._container[self._key] = make(changed)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An entry that holds a parameter: of `module._parameters`, of a list like `nn.LSTM._flat_weights`, or of one within."""
+
+    container: Any
+    key: Any
+    parameter: nn.Parameter
+
+
+def is_replaced(place: Place) -> bool:
+    """Whether a place holds its parameter no longer."""
+    entries = place.container if isinstance(place.container, dict) else dict(enumerate(place.container))
+    return entries.get(place.key) is not place.parameter
+
+
+def places_of(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Place]:
+    """Every place below a module that holds one of ``parameters``: registered, or referred to by an attribute."""
+    wanted = {id(parameter) for parameter in parameters}
+    return [place for owner in module.modules() for place in _places_in(owner) if id(place.parameter) in wanted]
+
+
+def containers_of(module: nn.Module, places: Sequence[Place]) -> list[tuple[dict[str, Any], str]]:
+    """The attributes below a module that are the dicts or lists of these places. `nn.LSTM` makes its list anew."""
+    wanted = {id(place.container) for place in places}
+    return [
+        (vars(owner), name) for owner in module.modules() for name, value in vars(owner).items() if id(value) in wanted
+    ]
+
+
+def _places_in(owner: nn.Module) -> Iterator[Place]:
+    for name, parameter in owner._parameters.items():
+        if parameter is not None:
+            yield Place(owner._parameters, name, parameter)
+    for name, value in vars(owner).items():
+        if name not in ("_parameters", "_modules", "_buffers"):
+            yield from _places_of_value(vars(owner), name, value)
+
+
+def _places_of_value(container: Any, key: Any, value: Any, depth: int = _DEPTH, most: int = _MOST) -> Iterator[Place]:
+    if is_parameter(value):
+        yield Place(container, key, value)
+        return
+    kind = type(value)
+    if not issubclass(kind, list | dict | tuple) or depth == 0:
+        return
+    content = value if issubclass(kind, tuple) else copied_content(value)
+    items = content.items() if isinstance(content, dict) else enumerate(content)
+    holds = Entries(container, key) if issubclass(kind, tuple) else value
+    # Of data, such as lists of tokens, not each entry is opened.
+    within = most // max(len(content), 1)
+    for inner, item in items:
+        yield from _places_of_value(holds, inner, item, depth - 1 if within else 0, within)
