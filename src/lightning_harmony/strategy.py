@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import StepReport
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
+from lightning_harmony.engine.nodes.division import Division, Need
 from lightning_harmony.engine.nodes.exchange import exchange_of
 from lightning_harmony.fit import tracebacks
 from lightning_harmony.fit.checkpoints import WholeStates
@@ -39,6 +40,7 @@ from lightning_harmony.setup.refusals import (
     refuse_windows,
 )
 from lightning_harmony.setup.settings import Settings
+from lightning_harmony.updating.divided_update import divide
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -124,7 +126,7 @@ class StrategyMixin(WholeStates):
             offload_dir=offload_dir,
             cuda_graphs=cuda_graphs,
         )
-        self.streams_checkpoints = self._settings.offload_dir is not None
+        self.checkpoint_folder = self._settings.offload_dir
         self._lightning = LightningTree(self.tree)
         untested = compat.untested_version(self.tree)
         if untested is not None:
@@ -147,7 +149,14 @@ class StrategyMixin(WholeStates):
     def __getstate__(self) -> dict[str, Any]:
         """Without what a fit that runs has set up, threads among it: the fit of a copy sets up its own."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_in_memory": None, "_swapped": None, "_loop_ends": LoopEnds(), "_last_plan": self.plan}
+        return {
+            **state,
+            "_in_memory": None,
+            "_swapped": None,
+            "_division": None,
+            "_loop_ends": LoopEnds(),
+            "_last_plan": self.plan,
+        }
 
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 
@@ -193,7 +202,7 @@ class StrategyMixin(WholeStates):
             refuse_batch_norm_over_nodes(compat.layer_sync(self))
             take_from_first_node([*self._module.parameters(), *self._module.buffers()], self.root_device)
             # All nodes make it at this time.
-            exchange_of(self.root_device)
+            self._division = Division(exchange_of(self.root_device))
         self.model = self.precision_plugin.convert_module(self.model)
         devices = self._settings.open_devices(self._torch_devices)
         trains, has_optimizers = trainer.state.fn == "fit", False
@@ -210,8 +219,10 @@ class StrategyMixin(WholeStates):
                 split_check = SplitCheck.of(self._lightning, trainer, self._settings)
                 self._in_memory = InMemory(self._lightning, trainer, self._settings, devices, lasting, split_check)
                 self._in_memory.start()
+                if trains and self._division is not None:
+                    self._division.agree(Need.WHOLE)
         if self._in_memory is None:
-            self._swap_layers(trainer, devices, sets_up_optimizers=trains and not has_optimizers)
+            self._swap_layers(trainer, devices, sets_up_optimizers=trains and not has_optimizers, divides=trains)
         self.setup_precision_plugin()
 
     def _may_be_in_memory(self, devices: Sequence[Device]) -> bool:
@@ -222,18 +233,37 @@ class StrategyMixin(WholeStates):
         is_simple = len(devices) == 1 or devices[0].computes_apart
         return is_simple and self._settings.plan is None and not getattr(self.precision_plugin, "compute_dtype", None)
 
-    def _swap_layers(self, trainer: Trainer, devices: Sequence[Device], *, sets_up_optimizers: bool) -> None:
-        """From now on, layers are swapped."""
+    def _swap_layers(
+        self, trainer: Trainer, devices: Sequence[Device], *, sets_up_optimizers: bool, divides: bool = False
+    ) -> None:
+        """From now on, layers are swapped.
+
+        Args:
+            trainer: the Trainer.
+            devices: where layers run.
+            sets_up_optimizers: whether there are none yet.
+            divides: whether all nodes come here, and may divide updates from now on.
+        """
         refuse_scripted(self._module)
         move_to_host(self._module, self.root_device)
         self.model_to_device()
         split_check = SplitCheck.of(self._lightning, trainer, self._settings)
         self._swapped = Swapped(
-            self._lightning, trainer, self._settings, self._torch_devices, devices, split_check, self._reports
+            self._lightning,
+            trainer,
+            self._settings,
+            self._torch_devices,
+            devices,
+            split_check,
+            self._reports,
+            self._division,
         )
+        policy = self._swapped.training.deferred.policy
         if trainer.state.fn == "fit":
             if sets_up_optimizers:
                 self.setup_optimizers(trainer)
+            if divides and self._division is not None and self._division.agree(policy.need()) is not Need.WHOLE:
+                divide(policy)
             self._swapped.training.start()
             self._loop_ends.begin(trainer, after_batch=self._release_signals, after_epoch=self._end_epoch)
 
@@ -336,14 +366,14 @@ class StrategyMixin(WholeStates):
         """Before the loss is scaled, see to it that gradients can be unscaled where they are."""
         if self._in_memory is None:
             keep_scale_on_host(getattr(self.precision_plugin, "scaler", None))
-        if self.is_distributed and not self._is_accumulating and closure_loss.requires_grad:
+        if self._division is not None and not self._is_accumulating and closure_loss.requires_grad:
             parameters, by_hand = list(self._module.parameters()), not self._module.automatic_optimization
             average_behind(
                 closure_loss,
                 parameters,
-                exchange_of(self.root_device),
+                self._division,
                 by_hand=by_hand,
-                hear=None if self._swapped is None else self._swapped.training.hear_of,
+                **({} if self._swapped is None else {"hear": self._swapped.training.hear_of}),
             )
         super().pre_backward(closure_loss)
 

@@ -14,11 +14,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_harmony.strategy as harmony
 from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 
 WIDTH, BATCH, NODES, SECONDS = 16, 8, 2, 300
 FITS = harmony.fits
@@ -159,8 +159,21 @@ class DyingInBackward(FailingInBackward):
     dies = True
 
 
+class FailingInUpdate(Net):
+    """The second node fails when it updates what it owns, and others wait for its weights."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        if self.global_rank == 1 and self.global_step == 2:
+            StreamedUpdate.update = self.fail  # type: ignore[assignment]
+        return super().training_step(batch)
+
+    def fail(self, *args: Any, **kwargs: Any) -> None:
+        raise OSError("a node fails in its update")
+
+
 FAILING = {
-    kind.__name__: kind for kind in (Failing, FailingInBackward, FirstFailingInBackward, GoingOn, DyingInBackward)
+    kind.__name__: kind
+    for kind in (Failing, FailingInBackward, FirstFailingInBackward, FailingInUpdate, GoingOn, DyingInBackward)
 }
 
 
@@ -171,6 +184,8 @@ class Case:
     kind: type[Net]
     sees: bool = False
     accumulates: int = 1
+    # Each epoch but the first one is a fit of its own, which goes on from a checkpoint.
+    epochs: int = 1
     microbatches: int = 2
     # Of the first node, and of the second one; None where the model fits.
     memory: Sequence[str | None] = ("14KiB", "14KiB")
@@ -187,6 +202,7 @@ CASES = {
     "clipped": Case(Net, options={"gradient_clip_val": 1e-4}),
     "seen": Case(Net, sees=True),
     "accumulated": Case(Net, accumulates=2),
+    "resumed": Case(Net, epochs=2, ways=("fits", "swapped")),
     "normalized": Case(Normalized, microbatches=1),
     "gathered": Case(Gathered, memory=("14KiB", None)),
     "early": Case(Early, microbatches=1, memory=(None, "23KiB")),
@@ -198,6 +214,14 @@ CASES = {
 
 def train(case: Case, way: str, folder: Path) -> dict[str, Any]:
     """Train; what came of it."""
+    found = train_epoch(case, way, folder, 1)
+    for number in range(2, case.epochs + 1):
+        found = train_epoch(case, way, folder, number)
+    return found
+
+
+def train_epoch(case: Case, way: str, folder: Path, number_of_epoch: int) -> dict[str, Any]:
+    """Train one epoch, from the checkpoint of the one before; what came of it."""
     harmony.fits = FITS
     is_plain, number = way == "ddp", case.microbatches
     strategy: Any = pl.strategies.DDPStrategy(find_unused_parameters=True)
@@ -213,7 +237,7 @@ def train(case: Case, way: str, folder: Path) -> dict[str, Any]:
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=2 if way == "on two devices" and not torch.cuda.is_available() else 1,
         num_nodes=int(os.environ["WORLD_SIZE"]),
-        max_epochs=1,
+        max_epochs=number_of_epoch,
         # Microbatches of harmony are batches of plain Lightning.
         accumulate_grad_batches=case.accumulates * (number if is_plain else 1),
         callbacks=[seen] if case.sees else [],
@@ -225,15 +249,25 @@ def train(case: Case, way: str, folder: Path) -> dict[str, Any]:
     )
     module = case.kind()
     data = TensorDataset(torch.randn(4 * BATCH * trainer.num_nodes, WIDTH, generator=torch.Generator().manual_seed(3)))
-    trainer.fit(module, DataLoader(data, BATCH // (number if is_plain else 1)), DataLoader(data, BATCH))
-    trainer.save_checkpoint(path := folder / "last.ckpt")
+    path = folder / "last.ckpt"
+    loaders = DataLoader(data, BATCH // (number if is_plain else 1)), DataLoader(data, BATCH)
+    try:
+        trainer.fit(module, *loaders, ckpt_path=path if number_of_epoch > 1 else None)
+    except (OSError, RuntimeError):
+        with suppress(RuntimeError):
+            trainer.strategy.lightning_module_state_dict()
+            print("a checkpoint would be made")
+        raise
+    trainer.save_checkpoint(path)
     rank = trainer.global_rank
     assert (trainer.world_size, trainer.node_rank, trainer.local_rank) == (trainer.num_nodes, rank, 0)
     report = getattr(trainer.strategy, "step_report", None)
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     return {
         "weights": {name: value.cpu() for name, value in module.state_dict().items()},
-        "optimizers": [_on_host(optimizer.state_dict()["state"]) for optimizer in trainer.optimizers],
-        "checkpoint": torch.load(path, map_location="cpu", weights_only=True)["state_dict"],
+        "optimizers": [state["state"] for state in checkpoint["optimizer_states"]],
+        "checkpoint": checkpoint["state_dict"],
+        "own": [list(optimizer.state_dict()["state"]) for optimizer in trainer.optimizers],
         "losses": module.losses,
         "logged": [float(trainer.callback_metrics.get(name, 0)) for name in ("loss_epoch", "val")],
         "gradients": seen.gradients[-1:],
@@ -241,10 +275,6 @@ def train(case: Case, way: str, folder: Path) -> dict[str, Any]:
         "update": None if report is None else report.update,
         "sent": 0 if report is None else report.node_sent_bytes,
     }
-
-
-def _on_host(state: Any) -> Any:
-    return tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, state)
 
 
 def main(folder: Path, names: Sequence[str]) -> None:

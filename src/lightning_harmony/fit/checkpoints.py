@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.fit.given import GivenOptimizers
 
 if TYPE_CHECKING:
@@ -52,10 +53,11 @@ class StreamedCheckpoints(GivenOptimizers):
     """A strategy whose optimizer state may live on disk. Lightning has the whole of a checkpoint in memory.
 
     Attributes:
-        streams_checkpoints: whether local files of Lightning's own format are written and read by pieces.
+        checkpoint_folder: on a disk, where optimizer state may live of which checkpoints are made: local files of Lightning's
+            own format are written and read by pieces; None if all is in memory.
     """
 
-    streams_checkpoints = False
+    checkpoint_folder: Path | None = None
 
     @override
     def save_checkpoint(
@@ -85,7 +87,7 @@ class StreamedCheckpoints(GivenOptimizers):
 
     def _streams(self, path: str | Path) -> bool:
         is_lightnings = type(self.checkpoint_io).__name__ == "TorchCheckpointIO"
-        return self.streams_checkpoints and is_lightnings and "://" not in str(path)
+        return self.checkpoint_folder is not None and is_lightnings and "://" not in str(path)
 
 
 class WholeStates(StreamedCheckpoints):
@@ -110,7 +112,15 @@ class WholeStates(StreamedCheckpoints):
         """Load optimizer state where the parameters are: on the host."""
         # As plain Lightning does: a checkpoint may have states of fewer optimizers, or of none.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(state if self._division is None else self._own_part(optimizer, state))
+
+    def _own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """What this node keeps of an optimizer's state."""
+        assert self._division is not None
+        others = {
+            number for number, parameter in enumerate(parameters_of(optimizer)) if not self._division.is_own(parameter)
+        }
+        return {**state, "state": {key: value for key, value in state["state"].items() if key not in others}}
 
     def _finish_update(self) -> None:
         """See to it that all parameters and the optimizer's state are those after the last step."""
@@ -119,10 +129,14 @@ class WholeStates(StreamedCheckpoints):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state after the last step."""
+        """The optimizer's state after the last step. All nodes come here: the first one has all of it, others their parts."""
         self._refuse_torn()
         self._finish_update()
         state: dict[str, Any] = super().optimizer_state(optimizer)
+        if self._division is not None and self._division.is_divided:
+            states = self._division.states(optimizer, folder=self.checkpoint_folder)
+            # In the order of parameters, whichever node has had which.
+            state["state"] = {number: found for number, (_, found) in enumerate(states) if found}
         return state
 
     @override

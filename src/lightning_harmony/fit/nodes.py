@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from lightning_harmony.engine.nodes.averaging import Averaging
-from lightning_harmony.engine.nodes.exchange import Exchange, flat_on, pieces, views_like
+from lightning_harmony.engine.nodes.division import Division, Need
+from lightning_harmony.engine.nodes.exchange import flat_on, pieces, views_like
 from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.engine.structures.strides import assign
 
@@ -16,19 +17,20 @@ from lightning_harmony.engine.structures.strides import assign
 def average_behind(
     loss: Tensor,
     parameters: Sequence[nn.Parameter],
-    exchange: Exchange,
+    division: Division,
     *,
     by_hand: bool,
-    hear: Callable[[Averaging], None] | None = None,
+    hear: Callable[[Averaging], bool] = lambda averaging: False,
 ) -> None:
     """Have gradients averaged before anybody sees them: as in plain Lightning with DDP.
 
     Args:
         loss: whose backward follows.
         parameters: of the module, in an order that all nodes have.
-        exchange: between the nodes.
+        division: between the nodes.
         by_hand: whether the user's code calls backwards, and earlier ones may have left gradients that are averaged.
-        hear: told of the averaging when the backward begins. If it is not started, it follows the backward.
+        hear: told of the averaging when the backward begins; whether it agrees with other nodes on what they need. If the
+            averaging is not started, it follows the backward.
     """
     before = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None} if by_hand else {}
 
@@ -36,9 +38,9 @@ def average_behind(
         return None if _is_as(parameter.grad, before.get(parameter)) else parameter.grad
 
     def begin(gradient: Tensor) -> None:
-        averaging = Averaging(exchange, parameters, new_gradient)
-        if hear is not None:
-            hear(averaging)
+        averaging = Averaging(division, parameters, new_gradient)
+        if not hear(averaging):
+            division.agree(Need.WHOLE)
 
         def average() -> None:
             if not averaging.is_over:

@@ -16,6 +16,7 @@ from lightning_harmony.engine.measure.origin import origin_of
 from lightning_harmony.engine.measure.profile_cache import ProfileCache
 from lightning_harmony.engine.model.decompose import Layer, find_layers
 from lightning_harmony.engine.model.host_store import HostStore
+from lightning_harmony.engine.nodes.division import Division
 from lightning_harmony.engine.step.assembly import assemble
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.structures.parts import num_bytes_of
@@ -61,6 +62,7 @@ class Swapped:
         devices: the same, opened. They are closed with the engine.
         split_check: of the batches.
         reports: where steps are reported.
+        division: of updates between nodes; None where there is one node.
 
     Attributes:
         engine: runs the steps.
@@ -79,10 +81,11 @@ class Swapped:
         devices: Sequence[Device],
         split_check: SplitCheck,
         reports: StepReports,
+        division: Division | None = None,
     ) -> None:
         self._tree, self._trainer, self._settings = tree, trainer, settings
         self._split_check, self._reports = split_check, reports
-        self._torch_devices = torch_devices
+        self._torch_devices, self._division = torch_devices, division
         self.signals = HeldSignals()
         self._lasting = LastingObjects()
         self._buffers_before: BuffersBefore | None = None
@@ -96,7 +99,7 @@ class Swapped:
         tree, trainer, settings = self._tree, self._trainer, self._settings
         self.engine = engine
         self._closing.callback(engine.close)
-        policy = UpdatePolicy(tree, trainer, engine, settings.update)
+        policy = UpdatePolicy(tree, trainer, engine, settings.update, division=self._division)
         # Who has asked for optimizers may have kept them.
         if summary is not None:
             before = self.training.deferred.policy

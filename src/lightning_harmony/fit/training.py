@@ -40,6 +40,7 @@ from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.refusals import refuse_several_losses
 from lightning_harmony.setup.settings import Settings
 from lightning_harmony.updating.deferred_update import DeferredUpdate
+from lightning_harmony.updating.divided_update import agree_on_update
 from lightning_harmony.updating.hooks import end_of_batches
 from lightning_harmony.updating.host_budget import HostBudget
 
@@ -91,6 +92,7 @@ class Training:
             kwargs: more of the same.
         """
         self.reports.begin(self.engine)
+        self.deferred.policy.others_defer = False
         # Again: an optimizer may call the step more than once, and assign to `parameter.data` between.
         self.engine.catch_up()
         self._finish_what_is_read()
@@ -282,10 +284,12 @@ class Training:
             self.engine.step.averaging = None
             self._interleaving.finish()
 
-    def hear_of(self, averaging: Averaging) -> None:
-        """A backward begins whose gradients are averaged over nodes."""
-        if not self._runs_alone():
-            self.engine.step.averaging = averaging
+    def hear_of(self, averaging: Averaging) -> bool:
+        """A backward begins whose gradients are averaged over nodes; whether this node will agree on what it needs of them."""
+        if self._runs_alone():
+            return False
+        self.engine.step.averaging = averaging
+        return True
 
     def _requested(self, anchor: Any) -> frozenset[nn.Parameter] | None:
         """The parameters that the running backward asks for; None for all."""
@@ -297,6 +301,8 @@ class Training:
         self, gradient: Tensor, requested: frozenset[nn.Parameter] | None, num_microbatches: int
     ) -> None:
         policy, is_averaged = self.deferred.policy, self.engine.step.averaging is not None
+        if is_averaged:
+            agree_on_update(policy, may_wait=self.deferred.may_wait)
         update, reason = policy.choose()
         if update == "just-in-time" and self.trainer.world_size > 1 and not is_averaged:
             update, reason = "deferred", "the gradients of this backward are not averaged over nodes"

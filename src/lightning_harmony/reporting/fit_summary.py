@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_harmony.engine.measure.report import in_words
+from lightning_harmony.engine.nodes.division import Need
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.errors import PlanError
@@ -72,10 +73,13 @@ class FitSummary:
             policy: tells.
         """
         misses = policy.lookout.misses_gradient
-        if misses is not None and not self._has_named_gradient and policy.choose()[0] == "just-in-time":
+        is_used_up, division = policy.choose()[0] == "just-in-time", policy.division
+        is_elsewhere = division is not None and division.need is Need.OWN_AND_NORMS
+        if misses is not None and not self._has_named_gradient and (is_used_up or is_elsewhere):
             self._has_named_gradient = True
+            where = "used up by the update of its pack, within the backward" if is_used_up else "on one machine alone"
             self.tree.warn(
-                f"{misses} finds no gradients: each is used up by the update of its pack, within the backward. "
+                f"{misses} finds no gradients: each is {where}. "
                 'HarmonyStrategy(update="deferred") keeps them until they are zeroed'
             )
         if not self._has_shown_plan or self._has_named_reader:

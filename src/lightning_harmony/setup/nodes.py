@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, distributed
 from typing_extensions import override
 
+from lightning_harmony.engine.nodes.division import Division
 from lightning_harmony.engine.nodes.exchange import TIMEOUT
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.refusals import refuse_other_processes
@@ -27,6 +28,8 @@ class Nodes(_Base):
     _devices: list[torch.device]
     # Whether a backward that comes leaves gradients of this node alone: others are added to them before the node averages.
     _is_accumulating: bool = False
+    # Of updates, from the set-up on; None where there is one node.
+    _division: Division | None = None
 
     # ---- devices -------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from lightning_harmony.engine.nodes.division import Need
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.updates.optimizer_twin import Clip, by_norm, by_value
+from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.updating.hooks import end_of_batches
 from lightning_harmony.updating.update_policy import UpdatePolicy
 
@@ -82,7 +84,8 @@ class DeferredUpdate:
                 return step(closure)
             with torch.enable_grad():
                 result = None if closure is None else closure()
-            if self.policy.why_on_host(optimizer) is not None:
+            if (reason := self.policy.why_on_host(optimizer)) is not None:
+                self._refuse_division(reason)
                 self._engine.updater.postponed.finish()
                 # Hooks that came with the closure are too late for what precedes it.
                 with _emptied(optimizer._optimizer_step_pre_hooks), _emptied(_global_optimizer_pre_hooks):
@@ -116,7 +119,10 @@ class DeferredUpdate:
             def run() -> Any:
                 assert closure is not None
                 result = closure()
-                if self.policy.choose()[0] == "deferred" and self.policy.why_on_host(optimizer) is None:
+                is_deferred, reason = self.policy.choose()[0] == "deferred", self.policy.why_on_host(optimizer)
+                if is_deferred and reason is not None:
+                    self._refuse_division(reason)
+                elif is_deferred:
                     parameters = self._engine.parameters_in_order()
                     self._engine.updater.update_all(optimizer, parameters, self._clip, waits=True, state_may_stay=False)
                     gradients.update((p, p.grad) for p in _parameters(optimizer) if p.grad is not None)
@@ -133,6 +139,15 @@ class DeferredUpdate:
         with _replaced_step(optimizer, ask):
             yield
 
+    def _refuse_division(self, reason: str) -> None:
+        """Refuse to step an optimizer as it is where this node has a part of the gradients, or of the optimizer's state."""
+        division = self.policy.division
+        if division is not None and division.is_divided:
+            raise UnsupportedModelError(
+                f"{reason} since this step's backward, in which several machines have divided its update: let it be so before "
+                "the step, or train on one machine"
+            )
+
     @contextmanager
     def _clipping(self) -> Iterator[None]:
         """Within the context, Lightning's clipping uses norms that devices compute, and waits for the update if it may."""
@@ -141,7 +156,10 @@ class DeferredUpdate:
             return
 
         def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            total = self._engine.updater.norms.total(_parameters(optimizer))
+            division = self.policy.division
+            needs_norms = division is not None and division.need is Need.OWN_AND_NORMS
+            merge = division.exchange.merge if division is not None and needs_norms else None
+            total = self._engine.updater.norms.total(_parameters(optimizer), merge)
             clip(optimizer, by_norm(clip_val, total, [device.torch_device for device in self._engine.devices]))
 
         def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:

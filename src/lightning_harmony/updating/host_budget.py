@@ -192,7 +192,7 @@ class HostBudget:
         return {
             parameter: num_bytes
             for optimizer in optimizers
-            for parameter, num_bytes in bytes_by_parameter(optimizer).items()
+            for parameter, num_bytes in bytes_by_parameter(optimizer, self._policy.division).items()
             if parameter in of_layers and num_bytes and not streamed.disk.is_home_of(parameter)
         }
 
@@ -223,11 +223,11 @@ class HostBudget:
             assumes: whether to take it as large as Adam's where that cannot be told before; else as none.
         """
         optimizers, disk = self._trainer.optimizers, self._engine.updater.streamed.disk
-        if expected_state_bytes(optimizers) is None and not assumes:
+        if expected_state_bytes(optimizers, self._policy.division) is None and not assumes:
             return 0
         expected = Counter[nn.Parameter]()
         for optimizer in optimizers:
-            expected.update(bytes_by_parameter(optimizer))
+            expected.update(bytes_by_parameter(optimizer, self._policy.division))
         on_host = sum(num_bytes for parameter, num_bytes in expected.items() if not disk.is_home_of(parameter))
         return max(on_host - state_bytes(optimizers) + disk.used_bytes, 0)
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.glue.equal_stand_ins import stood_for
 from lightning_harmony.engine.glue.glue import StandIn
+from lightning_harmony.engine.nodes.division import Division
 
 # Host bytes of optimizer state per parameter byte, where it is known before the first step.
 STATE_COPIES = {
@@ -22,29 +23,39 @@ STATE_COPIES = {
 ASSUMED_STATE_COPIES = 2
 
 
-def expected_state_bytes(optimizers: Sequence[Optimizer]) -> int | None:
-    """What the state of optimizers takes once they have stepped; None where that cannot be told before."""
-    known = [_expected(optimizer) for optimizer in optimizers]
+def expected_state_bytes(optimizers: Sequence[Optimizer], division: Division | None = None) -> int | None:
+    """What the state of optimizers takes once they have stepped; None where that cannot be told before.
+
+    Args:
+        optimizers: whose.
+        division: of updates between nodes, each of which has a part of the state; None where this one has all.
+    """
+    known = [_expected(optimizer, division) for optimizer in optimizers]
     return None if None in known else sum(one or 0 for one in known)
 
 
-def _expected(optimizer: Optimizer) -> int | None:
+def _expected(optimizer: Optimizer, division: Division | None) -> int | None:
     if optimizer.state:
         return state_bytes([optimizer])
     if any(_copies(optimizer, group) is None for group in optimizer.param_groups):
         return None
-    return sum(bytes_by_parameter(optimizer).values())
+    return sum(bytes_by_parameter(optimizer, division).values())
 
 
-def bytes_by_parameter(optimizer: Optimizer) -> dict[Any, int]:
-    """What the state of each parameter takes once all were updated; as Adam's takes where that cannot be told before."""
+def bytes_by_parameter(optimizer: Optimizer, division: Division | None = None) -> dict[Any, int]:
+    """What the state of each parameter takes once all were updated; as Adam's takes where that cannot be told before.
+
+    Args:
+        optimizer: whose.
+        division: as of `expected_state_bytes`.
+    """
     if optimizer.state:
         return {parameter: _bytes_of(state) for parameter, state in optimizer.state.items()}
     found: dict[Any, int] = {}
     for group in optimizer.param_groups:
         copies = _copies(optimizer, group)
         for parameter in group["params"] if copies != 0 else ():
-            if parameter.requires_grad:
+            if parameter.requires_grad and (division is None or division.is_own(parameter)):
                 num_bytes = parameter.numel() * parameter.element_size()
                 found[parameter] = (ASSUMED_STATE_COPIES if copies is None else copies) * num_bytes
     return found

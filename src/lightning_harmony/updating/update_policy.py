@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
+from lightning_harmony.engine.nodes.division import Division, Need
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.parts import storages_of
@@ -45,6 +46,8 @@ class UpdatePolicy:
         was_asked: whether the user's code has asked for optimizers.
         was_asked_between: whether some did that does not belong to a step.
         lookout: kept between steps.
+        division: of updates between nodes; None where there is one node.
+        others_defer: whether another node's update follows its backward, so that this one's does, too.
     """
 
     tree: LightningTree
@@ -56,6 +59,8 @@ class UpdatePolicy:
     default_dtypes: Collection[torch.dtype] = ()
     was_asked: bool = False
     was_asked_between: bool = False
+    division: Division | None = None
+    others_defer: bool = False
     # What was looked into for the optimizer, whether it holds that, and what may look at parameters out of sight.
     _holders: Sequence[Any] = ()
     _holds_state: bool = False
@@ -68,6 +73,8 @@ class UpdatePolicy:
         """When this step's parameters are updated, "just-in-time" or "deferred", and why."""
         if self.wish == "deferred":
             return "deferred", 'update="deferred"'
+        if self.others_defer:
+            return "deferred", "another node's update follows its backward"
         if (reason := self._why_all_gradients()) is not None:
             return "deferred", reason
         if (reason := why_not_separable(self._optimizers[0])) is None:
@@ -75,6 +82,31 @@ class UpdatePolicy:
         if self.wish == "just-in-time":
             return "just-in-time", f'update="just-in-time", although {reason}'
         return "deferred", reason
+
+    def need(self) -> Need:
+        """What this node needs of a step's gradients, which are averaged over nodes."""
+        tree, trainer = self.tree, self.trainer
+        steps_otherwise = (
+            not trainer.lightning_module.automatic_optimization
+            or tree.takes_iterator(trainer.lightning_module.training_step)
+            or len(self._optimizers) != 1
+            or self.why_on_host(self._optimizers[0]) is not None
+            or has_optimizer_after_step(tree, trainer) is not None
+        )
+        # While an exception unwinds, no other node sends its optimizer state.
+        if steps_otherwise or savers_on_exception(tree, trainer):
+            return Need.WHOLE
+        if self.choose()[0] == "just-in-time":
+            return Need.OWN
+        is_read = (
+            self.wish == "deferred"
+            or (trainer.gradient_clip_val and not self.clips_late())
+            or self.scaler is not None
+            or self.engine.reentrant
+            or self.backward_reader is not None
+            or gradient_readers(tree, trainer)
+        )
+        return Need.ALL if is_read else Need.OWN_AND_NORMS
 
     def _why_all_gradients(self) -> str | None:
         """What forbids the update just in time, even when the user insists; None if nothing does."""

@@ -59,7 +59,7 @@ class StepReport(Printed):
             keeps unused, but without the process's context. Empty where nothing is counted.
         disk_read_bytes: optimizer state that updates read from disk since the step before.
         disk_written_bytes: what they wrote there.
-        node_sent_bytes: gradients that this node sent to others since the step before.
+        node_sent_bytes: gradients and weights that this node sent to others since the report before.
         num_samples: of the batch; None where they cannot be told with certainty.
     """
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.stream import Event
-from lightning_harmony.engine.nodes.exchange import Exchange
+from lightning_harmony.engine.nodes.division import Division, Need, explained
 from lightning_harmony.errors import UnsupportedModelError
 
 
@@ -44,23 +44,26 @@ class Averaging:
     It runs in a thread of its own if it is started, else when it is to be finished.
 
     Args:
-        exchange: between the nodes.
+        division: between the nodes, which have agreed on what they need when the first gradient is final.
         parameters: of the module, in an order that all nodes have.
         gradient_of: returns the gradient of a parameter, where it is not started.
 
     Attributes:
         is_over: whether all gradients are means.
+        division: the same.
     """
 
     def __init__(
         self,
-        exchange: Exchange,
+        division: Division,
         parameters: Sequence[nn.Parameter],
         gradient_of: Callable[[nn.Parameter], Tensor | None],
     ) -> None:
         self.is_over = False
-        self._exchange, self._parameters, self._gradient_of = exchange, parameters, gradient_of
-        self._take: Callable[[Mapping[nn.Parameter, Tensor]], None] = _let_have
+        self.division = division
+        self._exchange, self._parameters, self._gradient_of = division.exchange, parameters, gradient_of
+        self._take: Callable[[Mapping[nn.Parameter, Tensor | None]], None] = _let_have
+        self._averaged: set[int] = set()
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._end: Future[None] | None = None
         # Says that something of what follows has changed.
@@ -75,14 +78,14 @@ class Averaging:
     def start(
         self,
         gradient_of: Callable[[nn.Parameter], Tensor | None],
-        take: Callable[[Mapping[nn.Parameter, Tensor]], None],
+        take: Callable[[Mapping[nn.Parameter, Tensor | None]], None],
     ) -> None:
         """Begin, in a thread, before the first gradient is final.
 
         Args:
             gradient_of: returns what this node has, when that is final; None if it has no gradient.
-            take: called with gradients that have become means, those in the place of None among them. Both are called in
-                the thread.
+            take: called with gradients that have become means, those in the place of None among them; None for one that
+                its owner alone has. Both are called in the thread.
         """
         self._gradient_of, self._take = gradient_of, take
         self._end = Future()
@@ -110,18 +113,21 @@ class Averaging:
         """
         self._say(_State.ENDS)
         try:
-            if self._end is not None:
-                self._end.result()
-            else:
-                self._run()
+            with explained("gradients could not be averaged over nodes"):
+                if self._end is not None:
+                    self._end.result()
+                else:
+                    self._run()
         except RuntimeError as error:
             self.abandon()
-            if error is self._failure:
-                raise
-            raise RuntimeError(
-                f"gradients could not be averaged over nodes: where one has failed, its own output says why ({error})"
-            ) from error
+            raise self._failure or error  # noqa: B904
         self.is_over = True
+
+    @property
+    def divided(self) -> list[nn.Parameter]:
+        """The parameters that their owners update with gradients of this backward, in the order that all nodes have."""
+        averaged = [self._parameters[number] for number in sorted(self._averaged)]
+        return [parameter for parameter in averaged if self.division.owner_of(parameter) is not None]
 
     def abandon(self) -> None:
         """Say that the backward has failed. The other nodes are told when they ask for gradients, or at the process's end."""
@@ -164,7 +170,9 @@ class Averaging:
         has = self._has_gradients(numbers)
         self._exchange.merge(has)
         self._refuse_failed(has)
-        self._average([self._parameters[number] for number in numbers if has[number]])
+        numbers_averaged = [number for number in numbers if has[number]]
+        self._averaged.update(numbers_averaged)
+        self._average([self._parameters[number] for number in numbers_averaged])
         self._left.difference_update(numbers)
         return goes_on
 
@@ -201,17 +209,25 @@ class Averaging:
 
     def _average(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put means into the places of gradients, which all nodes have or take for zeros, and have them taken."""
-        means: dict[nn.Parameter, Tensor] = {}
+        means: dict[nn.Parameter, Tensor | None] = {}
+        shared: list[Tensor] = []
+        owned: list[tuple[Tensor, int]] = []
         for parameter in parameters:
             gradient = self._gradient_of(parameter)
             # Where another node has a new one, that of an earlier backward counts.
             gradient = parameter.grad if gradient is None else gradient
             if gradient is None:
                 gradient = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            means[parameter] = gradient
+            owner = self.division.owner_of(parameter) if self.division.need < Need.ALL else None
+            if owner is None:
+                shared.append(gradient)
+            else:
+                owned.append((gradient, owner))
+            means[parameter] = gradient if owner in (None, self._exchange.rank) else None
         if not means:
             return
-        self._exchange.average(list(means.values()))
+        self._exchange.average(shared)
+        self._exchange.reduce([gradient for gradient, _ in owned], [owner for _, owner in owned])
         with self._changed:
             if self._state is not _State.HAS_FAILED:
                 self._take(means)
@@ -226,7 +242,7 @@ class Averaging:
             raise self._failure or RuntimeError("the backward of one of them has failed")
 
 
-def _let_have(means: Mapping[nn.Parameter, Tensor]) -> None:
+def _let_have(means: Mapping[nn.Parameter, Tensor | None]) -> None:
     """Let parameters have means as their ``grad``."""
     for parameter, mean in means.items():
         parameter.grad = mean

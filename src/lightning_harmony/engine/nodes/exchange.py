@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, distributed
@@ -29,23 +29,28 @@ class Exchange:
 
     Args:
         device: where gradients are added up: over GPUs, nodes are faster connected than over hosts.
+
+    Attributes:
+        rank: the number of this node.
+        size: how many nodes there are.
+        group: of the processes that exchange.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        self._group = distributed.new_group(backend=backend, timeout=TIMEOUT)
-        self._rank, self._size = distributed.get_rank(), distributed.get_world_size()
+        self.group = distributed.new_group(backend=backend, timeout=TIMEOUT)
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._sent_bytes = 0
 
     @property
     def is_first(self) -> bool:
         """Whether this is the node that tells others."""
-        return self._rank == 0
+        return self.rank == 0
 
     def take_sent_bytes(self) -> int:
-        """Bytes of gradients that this node has sent to others since this was last asked."""
+        """Bytes of gradients and weights that this node has sent to others since this was last asked."""
         sent, self._sent_bytes = self._sent_bytes, 0
         return sent
 
@@ -61,22 +66,40 @@ class Exchange:
     def tell(self, message: Tensor) -> None:
         """Have a message of the first node on all nodes, in the place of theirs."""
         if self.is_first:
-            sending: list[Any] = [distributed.isend(message, node, self._group) for node in range(1, self._size)]
+            sending: list[Any] = [distributed.isend(message, node, self.group) for node in range(1, self.size)]
             for each in sending:
                 each.wait()
         else:
-            distributed.recv(message, 0, self._group)
+            distributed.recv(message, 0, self.group)
 
     def merge(self, message: Tensor) -> None:
         """Have the largest of all nodes' messages on all nodes, element by element, in the place of theirs."""
         if self.is_first:
             other = torch.empty_like(message)
-            for node in range(1, self._size):
-                distributed.recv(other, node, self._group)
+            for node in range(1, self.size):
+                distributed.recv(other, node, self.group)
                 torch.maximum(message, other, out=message)
         else:
-            distributed.send(message, 0, self._group)
+            distributed.send(message, 0, self.group)
         self.tell(message)
+
+    def send_bytes(self, data: memoryview, nodes: Sequence[int]) -> None:
+        """Send other nodes what they receive as bytes."""
+        everything = torch.frombuffer(data, dtype=torch.uint8)
+        for node in nodes:
+            distributed.send(torch.tensor([len(everything)]), node, self.group)
+            for piece in everything.split(_PIECE_BYTES):
+                distributed.send(piece, node, self.group)
+
+    def receive_bytes(self, node: int, file: IO[bytes]) -> None:
+        """Write what another node sends as bytes to a file."""
+        left = torch.empty(1, dtype=torch.long)
+        distributed.recv(left, node, self.group)
+        while left > 0:
+            piece = torch.empty(min(int(left), _PIECE_BYTES), dtype=torch.uint8)
+            distributed.recv(piece, node, self.group)
+            file.write(piece.numpy().tobytes())
+            left -= len(piece)
 
     def average(self, gradients: Sequence[Tensor]) -> None:
         """Put the mean of all nodes into the place of each gradient: the sum in the order of nodes, whatever the pieces.
@@ -92,16 +115,106 @@ class Exchange:
         while under_way:
             self._gather(*under_way.popleft())
 
+    def reduce(self, gradients: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Put the mean of all nodes into the place of each gradient on its owner; elsewhere it stays.
+
+        Args:
+            gradients: the same ones in the same order on all nodes.
+            owners: the number of the node that owns each.
+        """
+
+        def send(theirs: list[list[Tensor]]) -> Callable[[], None]:
+            flat = flat_on([gradient for some in theirs for gradient in some], self._device).div_(self.size)
+            sent = flat.split(_sizes(theirs))
+            shares = [torch.empty_like(sent[self.rank]) for _ in theirs]
+            shares[self.rank] = sent[self.rank]
+            work = self._swap(sent, shares)
+
+            def add_up() -> None:
+                for each in work:
+                    each.wait()
+                mean, *others = shares
+                for other in others:
+                    mean += other
+                _copy_back(theirs[self.rank], mean)
+
+            return add_up
+
+        self._in_pieces(gradients, owners, send)
+
+    def spread(self, weights: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Put what its owner has into the place of each of some weights.
+
+        Args:
+            weights: the same ones in the same order on all nodes.
+            owners: the number of the node that owns each.
+        """
+
+        def send(theirs: list[list[Tensor]]) -> Callable[[], None]:
+            dtype = next(weight.dtype for some in theirs for weight in some)
+            flats = torch.empty(sum(_sizes(theirs)), dtype=dtype, device=self._device).split(_sizes(theirs))
+            for weight, view in zip(theirs[self.rank], views_like(theirs[self.rank], flats[self.rank]), strict=True):
+                view.copy_(weight)
+            work = self._swap([flats[self.rank]] * self.size, flats)
+
+            def bring() -> None:
+                for each in work:
+                    each.wait()
+                for node, some in enumerate(theirs):
+                    if node != self.rank:
+                        _copy_back(some, flats[node])
+
+            return bring
+
+        self._in_pieces(weights, owners, send)
+
+    def _in_pieces(
+        self,
+        tensors: Sequence[Tensor],
+        owners: Sequence[int],
+        send: Callable[[list[list[Tensor]]], Callable[[], None]],
+    ) -> None:
+        """Exchange tensors in pieces.
+
+        Args:
+            tensors: all of them.
+            owners: of each.
+            send: given a piece, the tensors of each node in it, it begins to exchange that, and returns what ends it.
+        """
+        under_way: deque[Callable[[], None]] = deque()
+        parts = [(part, node) for each, node in zip(tensors, owners, strict=True) for part in _cut(each)]
+        owner_of = {id(part): node for part, node in parts}
+        for some in pieces(part for part, _ in parts if part.numel()):
+            theirs: list[list[Tensor]] = [[] for _ in range(self.size)]
+            for part in some:
+                theirs[owner_of[id(part)]].append(part)
+            under_way.append(send(theirs))
+            if len(under_way) > 1:
+                under_way.popleft()()
+        while under_way:
+            under_way.popleft()()
+
+    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
+        """Begin to send something to each other node, and to receive something from it."""
+        operations: list[Any] = []
+        for node in range(self.size):
+            for operation, tensor in ((distributed.isend, sent[node]), (distributed.irecv, received[node])):
+                if tensor.numel() and node != self.rank:
+                    # As bytes: not each backend knows each type.
+                    operations.append(distributed.P2POp(operation, tensor.view(torch.uint8), node, self.group))
+        self._sent_bytes += sum(tensor.nbytes for node, tensor in enumerate(sent) if node != self.rank)
+        return distributed.batch_isend_irecv(operations) if operations else []
+
     def _spread(self, gradients: list[Tensor]) -> tuple[Any, Tensor, Tensor, list[Tensor]]:
         """Begin to send each node its share of some gradients, of which it makes the mean."""
         flat = flat_on(gradients, self._device)
         # Before they are added, as DDP does: the sum of large ones in 16 bits would be infinite.
-        flat.div_(self._size)
-        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self._size))
+        flat.div_(self.size)
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size))
         shares = torch.empty_like(padded)
         self._count(padded)
         return (
-            distributed.all_to_all_single(shares, padded, group=self._group, async_op=True),
+            distributed.all_to_all_single(shares, padded, group=self.group, async_op=True),
             padded,
             shares,
             gradients,
@@ -110,16 +223,15 @@ class Exchange:
     def _gather(self, work: Any, padded: Tensor, shares: Tensor, gradients: list[Tensor]) -> None:
         """Make the mean of this node's share, have those of the others, and bring them to where the gradients are."""
         work.wait()
-        mean, *others = shares.chunk(self._size)
+        mean, *others = shares.chunk(self.size)
         for other in others:
             mean += other
         self._count(padded)
-        _gather(padded, mean, group=self._group)
-        for gradient, view in zip(gradients, views_like(gradients, padded), strict=True):
-            gradient.copy_(view)
+        _gather(padded, mean, group=self.group)
+        _copy_back(gradients, padded)
 
     def _count(self, padded: Tensor) -> None:
-        self._sent_bytes += padded.nbytes // self._size * (self._size - 1)
+        self._sent_bytes += padded.nbytes // self.size * (self.size - 1)
 
 
 # Of the group of all processes that has met last, by device.
@@ -134,8 +246,13 @@ def exchange_of(device: torch.device) -> Exchange:
     return _known[device][1]
 
 
+def is_of_exchange(group: Any) -> bool:
+    """Whether a group of processes is that of an exchange."""
+    return any(exchange.group is group for _, exchange in _known.values())
+
+
 def take_sent_bytes() -> int:
-    """Bytes of gradients that this node has sent to others since this was last asked."""
+    """Bytes of gradients and weights that this node has sent to others since this was last asked."""
     return sum(exchange.take_sent_bytes() for _, exchange in _known.values())
 
 
@@ -159,6 +276,17 @@ def _cut(tensor: Tensor) -> Sequence[Tensor]:
 def flat_on(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The elements of tensors, one behind the other, on a device."""
     return torch.cat([tensor.detach().to(device, non_blocking=True).reshape(-1) for tensor in tensors])
+
+
+def _sizes(theirs: Sequence[Sequence[Tensor]]) -> list[int]:
+    """How many elements each node has of a piece."""
+    return [sum(tensor.numel() for tensor in some) for some in theirs]
+
+
+def _copy_back(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """Let tensors have what lies one behind the other."""
+    for tensor, view in zip(tensors, views_like(tensors, flat), strict=True):
+        tensor.copy_(view)
 
 
 def views_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:

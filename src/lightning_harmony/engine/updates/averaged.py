@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.nodes.averaging import Averaging
+from lightning_harmony.engine.nodes.weights import DividedUpdate
 from lightning_harmony.engine.updates.contributions import Contribution, total
 
 # Does something with some parameters, given what packs have contributed to the gradient of each.
@@ -21,7 +22,8 @@ class AveragedGradients:
     Args:
         averaging: of the step.
         collect: lets parameters have what packs contributed as their ``grad``; None if an update uses it.
-        update: of parameters whose gradients are means, with what packs contributed to these, summed up in the first one.
+        update: of parameters whose gradients are means, and that this node updates, with what packs contributed to these,
+            summed up in the first one.
         free: told each contribution that has been added to another one.
     """
 
@@ -50,9 +52,15 @@ class AveragedGradients:
         """
         self._averaging.add([*ready, *without], after, lambda: self._sum_up(ready, parts))
 
-    def finish(self) -> None:
-        """Wait until all gradients are means; raise what failed."""
+    def finish(self) -> DividedUpdate | None:
+        """Wait until all gradients are means; raise what failed.
+
+        Returns:
+            The update of the parameters that have owners; None if all nodes update all.
+        """
         self._averaging.finish()
+        division = self._averaging.division
+        return DividedUpdate(division, self._averaging.divided) if division.is_divided else None
 
     def abandon(self) -> None:
         """The step has failed."""
@@ -75,10 +83,16 @@ class AveragedGradients:
         summed = self._sums.get(parameter)
         return parameter.grad if summed is None else summed.gradient
 
-    def _take(self, means: Mapping[nn.Parameter, Tensor]) -> None:
+    def _take(self, means: Mapping[nn.Parameter, Tensor | None]) -> None:
+        sums = {parameter: self._sums.pop(parameter, None) for parameter in means}
         for parameter, mean in means.items():
-            if parameter not in self._sums:
+            contribution = sums[parameter]
+            if contribution is None or mean is None:
                 parameter.grad = mean
-        if self._collect is None:
-            sums = [self._sums.pop(parameter, None) for parameter in means]
-            self._update(list(means), [[] if each is None else [each] for each in sums])
+            if contribution is not None and mean is None:
+                # Its owner updates it.
+                self._free(contribution)
+        own = [parameter for parameter, mean in means.items() if mean is not None]
+        if self._collect is None and own:
+            parts = [sums[parameter] for parameter in own]
+            self._update(own, [[] if each is None else [each] for each in parts])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,10 +33,26 @@ class Norms:
         assert parameter.grad is not None
         self._known[parameter] = _Norm(parameter.grad, parameter.grad._version, value)
 
-    def total(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The norm of all gradients together."""
+    def total(self, parameters: Sequence[nn.Parameter], merge: Callable[[Tensor], None] | None = None) -> Tensor:
+        """The norm of all gradients together.
+
+        Args:
+            parameters: whose.
+            merge: lets norms be the largest of all nodes', where some gradients are on other nodes; None where none is.
+        """
         with torch.no_grad():
-            norms: list[Tensor | None] = [self._here(self._of(p, p.grad)) for p in parameters if p.grad is not None]
+            found = {p: self._here(self._of(p, p.grad)) for p in parameters if p.grad is not None}
+            if merge is not None:
+                # Less than all norms, and exact for each type.
+                known = torch.full((len(parameters),), -1.0, dtype=torch.float64)
+                for number, parameter in enumerate(parameters):
+                    if parameter in found:
+                        known[number] = found[parameter]
+                merge(known)
+                found = {
+                    p: self._here(norm.to(p.dtype)) for p, norm in zip(parameters, known, strict=True) if norm != -1.0
+                }
+            norms: list[Tensor | None] = list(found.values())
             if not norms:
                 return torch.nn.utils.get_total_norm([])
             # Those of one type after those of another, as torch sums them.

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_harmony.engine.devices.stream import Event, Urgency
+from lightning_harmony.engine.nodes.weights import DividedUpdate
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
 from lightning_harmony.engine.updates.queue import Overlap, UpdateQueue, queue_for
 
@@ -55,6 +56,7 @@ class PostponedUpdate:
         clip: Clip | None,
         *,
         state_may_stay: bool = False,
+        divided: DividedUpdate | None = None,
     ) -> None:
         """Ask for it.
 
@@ -63,8 +65,9 @@ class PostponedUpdate:
             order: parameters in shares, those first that are needed first. What isn't among them comes last.
             clip: changes the gradients of each share before they are used.
             state_may_stay: whether nobody looks at optimizer state before the next update.
+            divided: says what this node updates; None if it updates all.
         """
-        self._ask(optimizer, order, clip, state_may_stay=state_may_stay)
+        self._ask(optimizer, order, clip, state_may_stay=state_may_stay, divided=divided)
 
     def make_at_once(
         self,
@@ -73,10 +76,11 @@ class PostponedUpdate:
         clip: Clip | None,
         *,
         state_may_stay: bool = False,
+        divided: DividedUpdate | None = None,
     ) -> None:
         """As `start`, and wait for it."""
         waited, busy = self._overlap.waited_seconds, self._overlap.busy_seconds
-        self._ask(optimizer, order, clip, state_may_stay=state_may_stay)
+        self._ask(optimizer, order, clip, state_may_stay=state_may_stay, divided=divided)
         self.finish_parameters()
         # Nothing else goes on meanwhile.
         self._overlap.waited_seconds = waited + self._overlap.busy_seconds - busy
@@ -88,12 +92,20 @@ class PostponedUpdate:
         clip: Clip | None,
         *,
         state_may_stay: bool,
+        divided: DividedUpdate | None,
     ) -> None:
         self.finish_parameters()
         self.let_state_stay(optimizer if state_may_stay else None)
         known = frozenset(optimizer.state)
         groups = enumerate(optimizer.param_groups)
         left = {p: number for number, group in groups for p in group["params"] if p.grad is not None}
+        if divided is not None:
+            others = [parameter for parameter in left if not divided.is_own(parameter)]
+            if clip is not None and others:
+                # Somebody may look at these gradients, too.
+                clip(others)
+            for parameter in others:
+                del left[parameter]
         events: dict[nn.Parameter, Event] = {}
         for number, parameters in enumerate([*order, list(left)]):
             members = {parameter: left.pop(parameter) for parameter in parameters if parameter in left}
@@ -103,7 +115,7 @@ class PostponedUpdate:
                 queue = queue_for(self._queues, parameter, share.gradients[parameter], number)
                 event = queue.submit(partial(_update, queue, share, clip), urgency=Urgency(number))
                 events.update(dict.fromkeys(members, event))
-        self._follow(optimizer, events, known)
+        self._follow(optimizer, events if divided is None else divided.share(events), known)
 
     def follow(self, optimizer: Optimizer, events: dict[nn.Parameter, Event], known: Collection[Tensor]) -> None:
         """Take over what is under way.

@@ -16,6 +16,7 @@ from lightning_harmony.engine.measure.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.pack import SummedGradients
 from lightning_harmony.engine.nodes.averaging import Averaging
+from lightning_harmony.engine.nodes.weights import DividedUpdate
 from lightning_harmony.engine.updates.averaged import AveragedGradients
 from lightning_harmony.engine.updates.contributions import Contribution, total
 from lightning_harmony.engine.updates.gradient_buffers import GradientBuffers
@@ -89,6 +90,7 @@ class Updater:
         self._known: frozenset[Tensor] = frozenset()
         self._held_back: list[Callable[[], Any]] | None = None
         self._averaged: AveragedGradients | None = None
+        self._divided: DividedUpdate | None = None
         # The number of the optimizer's group that each parameter is in.
         self._groups: dict[nn.Parameter, int] = {}
         self._ranks: dict[nn.Parameter, int] = {}
@@ -133,7 +135,7 @@ class Updater:
         for queue in self._queues:
             queue.goes_by_rank(False)
             queue.streamed.open()
-        self._submitted, self._from_host, self._updated = [], [], {}
+        self._submitted, self._from_host, self._updated, self._divided = [], [], {}, None
         self._held_back = [] if hold_back else None
         separable = optimizer is not None and why_not_separable(optimizer) is None
         self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
@@ -298,11 +300,14 @@ class Updater:
         while held_back:
             held_back.pop(0)()
         if self._averaged is not None:
-            self._averaged.finish()
+            self._divided = self._averaged.finish()
         self._averaged = None
-        submitted, self._submitted, self._from_host = self._submitted, [], []
+        submitted, self._submitted, self._from_host = list[Event](self._submitted), [], []
         updated, self._updated = self._updated, {}
         optimizer = self._step.optimizer
+        if optimizer is not None and self._divided is not None:
+            updated, self._divided = self._divided.share(updated), None
+            submitted += dict.fromkeys(updated.values())
         # Before anybody plans with what updates take, some have to be timed.
         if optimizer is not None and self._step.may_outlast and self.speeds.fastest.bytes_per_second is not None:
             self.postponed.follow(optimizer, updated, self._known)
@@ -413,7 +418,8 @@ class Updater:
         self._optimizer = optimizer
         self.speeds.state_may_stay = state_may_stay and self.streamed.spares_the_bus
         update = self.postponed.make_at_once if waits else self.postponed.start
-        update(optimizer, order, clip, state_may_stay=state_may_stay)
+        divided, self._divided = self._divided, None
+        update(optimizer, order, clip, state_may_stay=state_may_stay, divided=divided)
 
     def keep_on_devices(self, parameters: Sequence[frozenset[nn.Parameter]]) -> None:
         """Let optimizer state stay on devices between updates, as far as nobody looks.

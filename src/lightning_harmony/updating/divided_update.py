@@ -1,0 +1,38 @@
+"""Updates that nodes divide: they agree, step by step, on what each needs of the gradients."""
+
+from __future__ import annotations
+
+from lightning_harmony.engine.nodes.division import Need
+from lightning_harmony.updating.update_policy import UpdatePolicy
+
+
+def agree_on_update(policy: UpdatePolicy, *, may_wait: bool) -> None:
+    """Agree with other nodes on who updates what with the gradients of the backward that begins. All nodes come here.
+
+    Args:
+        policy: of this node.
+        may_wait: whether its update follows the backward in any case.
+    """
+    division = policy.division
+    assert division is not None
+    own = policy.need()
+    if may_wait:
+        own = max(own, Need.OWN_AND_NORMS)
+    need = division.agree(own)
+    policy.others_defer = need > own is Need.OWN
+    if need is not Need.WHOLE:
+        divide(policy)
+    elif division.is_divided:
+        policy.engine.updater.postponed.finish()
+        division.gather(policy.trainer.optimizers)
+
+
+def divide(policy: UpdatePolicy) -> None:
+    """Give each parameter that is trained an owner, and drop optimizer state that other nodes have."""
+    division, trainer = policy.division, policy.trainer
+    assert division is not None
+    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
+    trained = {parameter for group in groups for parameter in group["params"] if parameter.requires_grad}
+    if not division.is_divided:
+        policy.engine.updater.postponed.finish()
+    division.divide((p for p in trainer.lightning_module.parameters() if p in trained), trainer.optimizers)
