@@ -340,7 +340,11 @@ class StrategyMixin(WholeStates):
         """
         if self.is_distributed and self._module.trainer.state.fn == "fit":
             # Layers may have changed them by what each node has seen: as DDP does, all go on from the first one's.
-            take_from_first_node(self._module.buffers(), self.root_device)
+            buffers = list(self._module.buffers())
+            if buffers and self._division is not None:
+                # Nodes that exchange in two groups at once may wait for each other over GPUs.
+                self._division.settle()
+            take_from_first_node(buffers, self.root_device)
         try:
             if self._in_memory is not None:
                 try:

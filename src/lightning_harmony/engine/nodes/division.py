@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -44,6 +45,8 @@ class Division:
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
         self.need, self.is_divided = Need.WHOLE, False
+        # What a thread still exchanges: messages of another one may not come between.
+        self._under_way: Sequence[Future[None]] = ()
         self._owners: dict[nn.Parameter, int] = {}
         self._loads = [0] * exchange.size
 
@@ -53,11 +56,20 @@ class Division:
         Raises:
             RuntimeError: if one of them is gone.
         """
+        self.settle()
         message = torch.tensor([need], dtype=torch.uint8)
         with explained("nodes could not agree on what they need"):
             self.exchange.merge(message)
         self.need = Need(int(message))
         return self.need
+
+    def begin(self, exchanges: Sequence[Future[None]]) -> None:
+        """A thread exchanges from now on, as long as not all of these have ended."""
+        self._under_way = exchanges
+
+    def settle(self) -> None:
+        """Wait until no thread exchanges. What has failed is raised where it is waited for by itself."""
+        wait(self._under_way)
 
     def divide(self, parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer]) -> None:
         """Divide updates from now on, and drop the optimizer state that other nodes have.

@@ -44,6 +44,7 @@ class DividedUpdate:
             Of each parameter, when it has its new values.
         """
         futures: list[Future[None]] = [Future() for _ in self._batches]
+        self._division.begin(futures)
         # Who ends with an error does not wait for it: it may wait for nodes that wait for this one's end.
         Thread(target=self._run, args=(dict(updated), futures), name="harmony-weights", daemon=True).start()
         events: dict[nn.Parameter, Event] = dict(updated)
