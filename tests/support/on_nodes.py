@@ -202,7 +202,7 @@ CASES = {
     "clipped": Case(Net, options={"gradient_clip_val": 1e-4}),
     "seen": Case(Net, sees=True),
     "accumulated": Case(Net, accumulates=2),
-    "resumed": Case(Net, epochs=2, ways=("fits", "swapped")),
+    "resumed": Case(Net, epochs=2, ways=("fits", "swapped", "with a disk")),
     "normalized": Case(Normalized, microbatches=1),
     "gathered": Case(Gathered, memory=("14KiB", None)),
     "early": Case(Early, microbatches=1, memory=(None, "23KiB")),
@@ -231,6 +231,8 @@ def train_epoch(case: Case, way: str, folder: Path, number_of_epoch: int) -> dic
             # A GPU has no room for its libraries in so little.
             memory, harmony.fits = "1GiB", lambda *args: False
         strategy = HarmonyStrategy(device_memory=memory, num_microbatches=number, profile_cache=False)
+        if way == "with a disk":
+            strategy = HarmonyStrategy(memory, number, profile_cache=False, offload_dir=folder)
     seen = Seen()
     trainer = pl.Trainer(
         strategy=strategy,

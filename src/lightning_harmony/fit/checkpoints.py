@@ -67,6 +67,9 @@ class StreamedCheckpoints(GivenOptimizers):
         if storage_options is not None or not self._streams(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        # The first node alone writes, as it does in Lightning's own.
+        if not self.is_global_zero:
+            return
         path = Path(filepath)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.partial")
