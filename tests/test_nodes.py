@@ -82,7 +82,7 @@ def test_nodes_train_as_with_ddp(tmp_path: Path) -> None:
             torch.testing.assert_close(found_here, expected, rtol=0, atol=0, msg=f"{case}: {{}}".format)
         first, second = (each[name]["swapped"] for each in found)
         assert first["losses"] != second["losses"], name
-        is_divided = None not in CASES[name].memory and name != "by_hand"
+        is_divided = None not in CASES[name].memory and name not in ("by_hand", "watched")
         for own, others, every in zip(first["own"], second["own"], first["optimizers"], strict=True):
             assert set(own) | set(others) == set(every), name
             assert (sorted(own + others) == sorted(every)) is is_divided or not every, name
@@ -93,7 +93,11 @@ def _update(name: str, *, is_swapped: bool) -> str:
     """When a case's weights are updated."""
     if not is_swapped:
         return "in-memory"
-    return "deferred" if name in ("clipped", "seen", "accumulated", "by_hand") else "just-in-time"
+    return (
+        "deferred"
+        if name in ("clipped", "seen", "seen by one", "watched", "accumulated", "by_hand")
+        else "just-in-time"
+    )
 
 
 def test_sums_of_three_nodes_do_not_depend_on_their_plans(tmp_path: Path) -> None:

@@ -103,6 +103,18 @@ class ByHand(Net):
         return [torch.optim.SGD(body, lr=0.1), torch.optim.AdamW(self.head.parameters(), lr=0.01)]
 
 
+class Watched(Net):
+    """From the third step on, somebody watches the optimizer, which can no longer update some parameters by themselves."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step == 2 and not hasattr(self, "num_steps"):
+            self.num_steps = 0
+            self.trainer.optimizers[0].register_step_post_hook(self.count)
+
+    def count(self, *args: Any) -> None:
+        self.num_steps += 1
+
+
 class Seen(pl.Callback):
     """Keeps the gradients that a hook sees before each step."""
 
@@ -182,7 +194,8 @@ class Case:
     """What is trained on two nodes, with plain Lightning and with harmony."""
 
     kind: type[Net]
-    sees: bool = False
+    # The nodes where a hook sees gradients.
+    sees: Sequence[int] = ()
     accumulates: int = 1
     # Each epoch but the first one is a fit of its own, which goes on from a checkpoint.
     epochs: int = 1
@@ -200,7 +213,9 @@ CASES = {
     "uneven": Case(Net, memory=("14KiB", "20KiB")),
     "first in memory": Case(Net, memory=(None, "8KiB")),
     "clipped": Case(Net, options={"gradient_clip_val": 1e-4}),
-    "seen": Case(Net, sees=True),
+    "seen": Case(Net, sees=(0, 1)),
+    "seen by one": Case(Net, sees=(1,)),
+    "watched": Case(Watched, ways=("swapped",)),
     "accumulated": Case(Net, accumulates=2),
     "resumed": Case(Net, epochs=2, ways=("fits", "swapped", "with a disk")),
     "normalized": Case(Normalized, microbatches=1),
@@ -242,7 +257,7 @@ def train_epoch(case: Case, way: str, folder: Path, number_of_epoch: int) -> dic
         max_epochs=number_of_epoch,
         # Microbatches of harmony are batches of plain Lightning.
         accumulate_grad_batches=case.accumulates * (number if is_plain else 1),
-        callbacks=[seen] if case.sees else [],
+        callbacks=[seen] if int(os.environ["RANK"]) in case.sees else [],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

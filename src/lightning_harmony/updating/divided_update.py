@@ -16,10 +16,8 @@ def agree_on_update(policy: UpdatePolicy, *, may_wait: bool) -> None:
     division = policy.division
     assert division is not None
     own = policy.need()
-    if may_wait:
-        own = max(own, Need.OWN_AND_NORMS)
-    need = division.agree(own)
-    policy.others_defer = need > own is Need.OWN
+    need = division.agree(max(own, Need.OWN_AND_NORMS) if may_wait else own)
+    policy.others_defer = own is Need.OWN and need > own
     if need is not Need.WHOLE:
         divide(policy)
     elif division.is_divided:
