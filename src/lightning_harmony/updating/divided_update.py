@@ -17,7 +17,8 @@ def agree_on_update(policy: UpdatePolicy, *, may_wait: bool) -> None:
     assert division is not None
     own = policy.need()
     need = division.agree(max(own, Need.OWN_AND_NORMS) if may_wait else own)
-    policy.others_defer = own is Need.OWN and need > own
+    # Where all update everything, each does so when it can.
+    policy.others_defer = own is Need.OWN and own < need < Need.WHOLE
     if need is not Need.WHOLE:
         divide(policy)
     elif division.is_divided:
