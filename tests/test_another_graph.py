@@ -83,19 +83,20 @@ class Borrowing(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(16, 16)
-        self.hidden = (nn.Parameter(torch.ones(16)),)
+        # In a set, which nothing stands in for.
+        self.hidden = {nn.Parameter(torch.ones(16))}
         self.num_calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
         y = super().forward(x)
-        return y * self.hidden[0].to(x.device) if self.num_calls > 5 else y
+        return y * next(iter(self.hidden)).to(x.device) if self.num_calls > 5 else y
 
 
 def test_a_parameter_that_a_layer_borrows_is_refused_when_its_gradient_first_comes() -> None:
     model = Model()
     model.net[2] = borrowing = Borrowing()
-    model.lent = borrowing.hidden[0]
+    (model.lent,) = borrowing.hidden
     with pytest.raises(UnsupportedModelError, match=r"parameter 'lent' where swapping does not see it"):
         fit(model)
 
@@ -107,7 +108,7 @@ def test_a_tensor_that_belongs_to_no_module_gets_its_gradient_as_in_plain_traini
         borrowing.num_calls = 4
         samples = list(torch.randn(32, 16, generator=torch.Generator().manual_seed(0)))
         trainer_for(strategy, 4, []).fit(model, DataLoader(samples, batch_size=8))
-        found = borrowing.hidden[0].grad
+        found = next(iter(borrowing.hidden)).grad
         assert found is not None
         return found
 
