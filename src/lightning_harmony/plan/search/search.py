@@ -59,6 +59,8 @@ SPREAD_SHARE = 0.05
 SHORT_SECONDS = 0.5
 # A prediction of what is on a device may be wrong by so much.
 SPARE_SHARE = 0.1
+# Where packs begin, how many visits are fused, and how many rounds of packs keep their graphs.
+_Change = tuple[tuple[int, ...], int, int]
 # Sums in another order differ in their last digits.
 _ROUNDING = 1e-9
 
@@ -221,13 +223,15 @@ class Space:
         order = Random(0)
         plan, seen = replace(plan, profile=self._profile, joined=frozenset()), set()
         while True:
-            changed = list(self._changed(plan))
-            order.shuffle(changed)
-            for other in changed:
-                shape = other.packs, other.first_fused, other.kept
-                if shape in seen:
+            changes = self._changes(plan)
+            order.shuffle(changes)
+            for change in changes:
+                if change in seen:
                     continue
-                seen.add(shape)
+                seen.add(change)
+                other = self._changed(plan, change)
+                if other is None:
+                    continue
                 most_tasks -= _num_tasks(other)
                 if most_tasks < 0:
                     return plan
@@ -238,33 +242,35 @@ class Space:
             else:
                 return plan
 
-    def _changed(self, plan: Plan) -> Iterator[Plan]:
-        """The plan with one small change."""
-        starts = self._given_cut(plan.packs)
+    def _changes(self, plan: Plan) -> list[_Change]:
+        """Small ones."""
+        starts = tuple(self._given_cut(plan.packs))
         fused, num_kept = len(plan.visits) - plan.first_fused, len(plan.kept)
         changes = [(starts, fused + by, num_kept) for by in _STRIDES] + [
             (starts, fused, num_kept + by) for by in _STRIDES
         ]
         # What is spread is known by its pack.
         if self._given is None and not plan.spread:
-            changes += [(other, fused, num_kept) for other in self._other_cuts(starts)]
-        for cut, number, num_graphs in changes:
-            base, packs = self._packed(cut)
-            first = len(base.visits) - number
-            if number >= 0 and num_graphs >= 0 and first in self._all_firsts(base.visits, packs):
-                rounds = self._kept_rounds(base.visits, first, packs)
-                kept = frozenset(chain.from_iterable(rounds[:num_graphs]))
-                yield replace(base, first_fused=first, kept=kept, spread=plan.spread)
+            inner = frozenset(starts[1:])
+            others = {inner - {place} | {place + by} for place in inner for by in (1, -1)}
+            others |= {inner ^ {place} for place in range(1, len(self._layers))}
+            cuts = sorted(tuple(sorted({0, *other})) for other in others if len(self._layers) not in other)
+            changes += [(cut, fused, num_kept) for cut in cuts]
+        return changes
 
-    def _other_cuts(self, starts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """A boundary of packs less, more, or moved by a layer."""
-        inner = frozenset(starts[1:])
-        others = {inner - {place} | {place + by} for place in inner for by in (1, -1)}
-        others |= {inner ^ {place} for place in range(1, len(self._layers))}
-        for other in others:
-            cut = tuple(sorted({0, *other}))
-            if len(self._layers) not in other and self._has_room(cut):
-                yield cut
+    def _changed(self, plan: Plan, change: _Change) -> Plan | None:
+        """The plan with a change; None if there is no room for it."""
+        starts, fused, num_kept = change
+        if fused < 0 or num_kept < 0:
+            return None
+        if starts != tuple(self._given_cut(plan.packs)) and not self._has_room(starts):
+            return None
+        base, packs = self._packed(starts)
+        first = len(base.visits) - fused
+        if first not in self._all_firsts(base.visits, packs):
+            return None
+        kept = frozenset(chain.from_iterable(self._kept_rounds(base.visits, first, packs)[:num_kept]))
+        return replace(base, first_fused=first, kept=kept, spread=plan.spread)
 
     def _joined(self, plan: Plan, most_tasks: float, turn_seconds: float) -> Plan:
         """The plan with those packs of the forward with which it takes the least time."""
