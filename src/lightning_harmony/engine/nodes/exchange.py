@@ -107,13 +107,8 @@ class Exchange:
         Args:
             gradients: the same ones in the same order on all nodes.
         """
-        under_way: deque[tuple[Any, Tensor, Tensor, list[Tensor]]] = deque()
-        for some in pieces(part for gradient in gradients for part in _cut(gradient) if part.numel()):
-            under_way.append(self._spread(some))
-            if len(under_way) > 1:
-                self._gather(*under_way.popleft())
-        while under_way:
-            self._gather(*under_way.popleft())
+        parts = (part for gradient in gradients for part in _cut(gradient) if part.numel())
+        _one_ahead(map(self._begin_average, pieces(parts)))
 
     def reduce(self, gradients: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Put the mean of all nodes into the place of each gradient on its owner; elsewhere it stays.
@@ -124,7 +119,7 @@ class Exchange:
         """
 
         def send(theirs: list[list[Tensor]]) -> Callable[[], None]:
-            flat = flat_on([gradient for some in theirs for gradient in some], self._device).div_(self.size)
+            flat = self._to_add([gradient for some in theirs for gradient in some])
             sent = flat.split(_sizes(theirs))
             shares = [torch.empty_like(sent[self.rank]) for _ in theirs]
             shares[self.rank] = sent[self.rank]
@@ -133,10 +128,7 @@ class Exchange:
             def add_up() -> None:
                 for each in work:
                     each.wait()
-                mean, *others = shares
-                for other in others:
-                    mean += other
-                _copy_back(theirs[self.rank], mean)
+                _copy_back(theirs[self.rank], _added(shares))
 
             return add_up
 
@@ -181,18 +173,16 @@ class Exchange:
             owners: of each.
             send: given a piece, the tensors of each node in it, it begins to exchange that, and returns what ends it.
         """
-        under_way: deque[Callable[[], None]] = deque()
         parts = [(part, node) for each, node in zip(tensors, owners, strict=True) for part in _cut(each)]
         owner_of = {id(part): node for part, node in parts}
-        for some in pieces(part for part, _ in parts if part.numel()):
+
+        def begin(some: list[Tensor]) -> Callable[[], None]:
             theirs: list[list[Tensor]] = [[] for _ in range(self.size)]
             for part in some:
                 theirs[owner_of[id(part)]].append(part)
-            under_way.append(send(theirs))
-            if len(under_way) > 1:
-                under_way.popleft()()
-        while under_way:
-            under_way.popleft()()
+            return send(theirs)
+
+        _one_ahead(map(begin, pieces(part for part, _ in parts if part.numel())))
 
     def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
         """Begin to send something to each other node, and to receive something from it."""
@@ -205,30 +195,26 @@ class Exchange:
         self._sent_bytes += sum(tensor.nbytes for node, tensor in enumerate(sent) if node != self.rank)
         return distributed.batch_isend_irecv(operations) if operations else []
 
-    def _spread(self, gradients: list[Tensor]) -> tuple[Any, Tensor, Tensor, list[Tensor]]:
-        """Begin to send each node its share of some gradients, of which it makes the mean."""
-        flat = flat_on(gradients, self._device)
-        # Before they are added, as DDP does: the sum of large ones in 16 bits would be infinite.
-        flat.div_(self.size)
+    def _begin_average(self, gradients: list[Tensor]) -> Callable[[], None]:
+        """Begin to send each node its share of some gradients; what is returned ends that, and brings all means back."""
+        flat = self._to_add(gradients)
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size))
         shares = torch.empty_like(padded)
         self._count(padded)
-        return (
-            distributed.all_to_all_single(shares, padded, group=self.group, async_op=True),
-            padded,
-            shares,
-            gradients,
-        )
+        work = distributed.all_to_all_single(shares, padded, group=self.group, async_op=True)
 
-    def _gather(self, work: Any, padded: Tensor, shares: Tensor, gradients: list[Tensor]) -> None:
-        """Make the mean of this node's share, have those of the others, and bring them to where the gradients are."""
-        work.wait()
-        mean, *others = shares.chunk(self.size)
-        for other in others:
-            mean += other
-        self._count(padded)
-        _gather(padded, mean, group=self.group)
-        _copy_back(gradients, padded)
+        def end() -> None:
+            work.wait()
+            mean = _added(shares.chunk(self.size))
+            self._count(padded)
+            _gather(padded, mean, group=self.group)
+            _copy_back(gradients, padded)
+
+        return end
+
+    def _to_add(self, gradients: Sequence[Tensor]) -> Tensor:
+        # Divided before they are added, as DDP does: the sum of large ones in 16 bits would be infinite.
+        return flat_on(gradients, self._device).div_(self.size)
 
     def _count(self, padded: Tensor) -> None:
         self._sent_bytes += padded.nbytes // self.size * (self.size - 1)
@@ -263,6 +249,29 @@ def pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         of_types[tensor.dtype].append(tensor)
     for of_type in of_types.values():
         yield from in_pieces(of_type, _PIECE_BYTES)
+
+
+def _one_ahead(begun: Iterable[Callable[[], None]]) -> None:
+    """Begin each exchange before the one before it is ended.
+
+    Args:
+        begun: begins the next one, and gives what ends it.
+    """
+    under_way: deque[Callable[[], None]] = deque()
+    for end in begun:
+        under_way.append(end)
+        if len(under_way) > 1:
+            under_way.popleft()()
+    while under_way:
+        under_way.popleft()()
+
+
+def _added(shares: Sequence[Tensor]) -> Tensor:
+    """The sum in the order of nodes, in the place of the first one's."""
+    total, *others = shares
+    for other in others:
+        total += other
+    return total
 
 
 def _cut(tensor: Tensor) -> Sequence[Tensor]:
