@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, UntypedStorage
 
-from lightning_harmony.engine.layers.saved_tensors import SavedTensor
+from lightning_harmony.engine.layers.saved_tensors import Saves
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.parts import parts_of
@@ -118,7 +118,7 @@ class CallBuffers:
             places.append(_memory(buffers[key]))
         return buffers
 
-    def fill_again(self, saved: Iterable[SavedTensor]) -> None:
+    def fill_again(self, saves: Saves) -> None:
         """Let what a graph has saved of buffers be as a later call has left them that filled them through `.data`.
 
         No version tells of that: the backward of plain PyTorch, where all calls fill the same memory, computes with it.
@@ -128,8 +128,7 @@ class CallBuffers:
             if last is None:
                 continue
             memory = [storage._cdata for place in places if (storage := place()) is not None]
-            contents = [each.content for each in saved if each.content is not None]
-            for content in contents:
+            for content in [each.content for each in saves.alive() if each.content is not None]:
                 if content.untyped_storage()._cdata in memory:
                     content.untyped_storage().copy_(last.untyped_storage())
 

@@ -327,7 +327,7 @@ class LayerCall:
         """
         self.residency = residency
         self._recompute.note_later_changes()
-        self._recompute.fill_again(self._saves.alive())
+        self._recompute.fill_again(self._saves)
         if self.runtime.is_last_backward():
             self.layer.first_inputs = []
         stack.callback(self._leave)
@@ -356,7 +356,7 @@ class LayerCall:
             run = partial(self._recompute.run, self.residency, self._run)
             if not self._saves.fill(run, is_compiled=self._is_compiled):
                 raise _other_saves(self.layer)
-        self._recompute.fill_again(self._saves.alive())
+        self._recompute.fill_again(self._saves)
 
 
 def _other_saves(layer: SwappedLayer) -> UnsupportedModelError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.call_buffers import CallBuffers
 from lightning_harmony.engine.layers.runtime import Runtime
-from lightning_harmony.engine.layers.saved_tensors import SavedTensor
+from lightning_harmony.engine.layers.saved_tensors import Saves
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.opaque import StashedObject
 from lightning_harmony.engine.model.attributes import Attributes
@@ -146,9 +146,9 @@ class Recompute:
             with self._ambient.entered(), self._runtime.recomputing(), attributes, self._elsewhere():
                 return self._ambient.run(own, *args, **kwargs)
 
-    def fill_again(self, saved: Iterable[SavedTensor]) -> None:
+    def fill_again(self, saves: Saves) -> None:
         """Let what a graph has saved of buffers be as the backward of plain PyTorch finds it."""
-        self._buffers.fill_again(saved)
+        self._buffers.fill_again(saves)
 
     def forget_inputs(self) -> None:
         """It runs no more."""

@@ -9,12 +9,14 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 
 from torch import Tensor
 
 from lightning_harmony.engine.devices.cores import run_anywhere
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event, Happened
+from lightning_harmony.plan.values.memory_size import format_bytes
 
 # A piece is read while the one before it is on its way to the device.
 _PIECE_BYTES, _NUM_PIECES = 32 << 20, 3
@@ -130,7 +132,7 @@ def _read(tensor: Tensor) -> None:
     if number not in (0, errno.EINVAL):
         raise OSError(
             number,
-            f"{tensor.nbytes} bytes of frozen weights could not be read from the file that they lie in "
+            f"{format_bytes(tensor.nbytes)} of frozen weights could not be read from the file that they lie in "
             f"({errno.errorcode.get(number, '?')}: {os.strerror(number)}): it was cut off or replaced, or its disk fails. "
             "Load the model again, and go on from the last checkpoint",
         )
@@ -140,6 +142,11 @@ def _advise(tensor: Tensor, advice: int) -> int:
     """Advise the system of a tensor's memory; the number of the error, if there is one."""
     begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = tensor.data_ptr() + tensor.nbytes - begin
+    return ctypes.get_errno() if _madvise()(begin, size, advice) else 0
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
     call = ctypes.CDLL(None, use_errno=True).madvise
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return ctypes.get_errno() if call(begin, size, advice) else 0
+    return call
