@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from lightning_harmony.engine.nodes.division import Need
+from lightning_harmony.engine.nodes.division import Need, parameters_of
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.updates.optimizer_twin import Clip, by_norm, by_value
 from lightning_harmony.errors import UnsupportedModelError
@@ -125,7 +125,7 @@ class DeferredUpdate:
                 elif is_deferred:
                     parameters = self._engine.parameters_in_order()
                     self._engine.updater.update_all(optimizer, parameters, self._clip, waits=True, state_may_stay=False)
-                    gradients.update((p, p.grad) for p in _parameters(optimizer) if p.grad is not None)
+                    gradients.update((p, p.grad) for p in parameters_of(optimizer) if p.grad is not None)
                     for parameter in gradients:
                         parameter.grad = None
                 return result
@@ -159,14 +159,14 @@ class DeferredUpdate:
             division = self.policy.division
             needs_norms = division is not None and division.need is Need.OWN_AND_NORMS
             merge = division.exchange.merge if division is not None and needs_norms else None
-            total = self._engine.updater.norms.total(_parameters(optimizer), merge)
+            total = self._engine.updater.norms.total(parameters_of(optimizer), merge)
             clip(optimizer, by_norm(clip_val, total, [device.torch_device for device in self._engine.devices]))
 
         def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
             clip(optimizer, by_value(clip_val))
 
         def clip(optimizer: Optimizer, how: Clip | None) -> None:
-            parameters = [parameter for parameter in _parameters(optimizer) if parameter.grad is not None]
+            parameters = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
             if self.may_wait and self.policy.clips_late() and self.policy.why_on_host(optimizer) is None:
                 self._clip = how
             elif how is not None and parameters:
@@ -189,10 +189,6 @@ def _emptied(hooks: dict[int, Any]) -> Iterator[None]:
         yield
     finally:
         hooks.update(before)
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_harmony.engine.nodes.division import Need
+from itertools import chain
+
+from lightning_harmony.engine.nodes.division import Need, parameters_of
 from lightning_harmony.updating.update_policy import UpdatePolicy
 
 
@@ -30,8 +32,8 @@ def divide(policy: UpdatePolicy) -> None:
     """Give each parameter that is trained an owner, and drop optimizer state that other nodes have."""
     division, trainer = policy.division, policy.trainer
     assert division is not None
-    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
-    trained = {parameter for group in groups for parameter in group["params"] if parameter.requires_grad}
+    updated = chain.from_iterable(map(parameters_of, trainer.optimizers))
+    trained = {parameter for parameter in updated if parameter.requires_grad}
     if not division.is_divided:
         policy.engine.updater.postponed.finish()
     division.divide((p for p in trainer.lightning_module.parameters() if p in trained), trainer.optimizers)
