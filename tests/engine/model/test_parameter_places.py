@@ -8,21 +8,7 @@ import torch
 from torch import nn
 
 from lightning_harmony.engine.model.parameter_places import is_replaced, places_of
-
-
-class Referring(nn.Module):
-    """Refers to its parameters in every way that is followed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-        self.bias = nn.Parameter(torch.zeros(2))
-        self.as_list = [self.weight, "text", None]
-        self.as_dict = {"bias": self.bias, "number": 1}
-        object.__setattr__(self, "alias", self.weight)
-
-    def forward(self) -> tuple[Any, ...]:
-        return self.weight, self.bias, self.as_list[0], self.as_dict["bias"], self.alias
+from support.referring import Referring
 
 
 def test_are_all_references_of_the_module() -> None:
