@@ -71,7 +71,8 @@ class Recompute:
             self._elsewhere = self._runtime.note_call(self._runtime.stash)
             self._random, self._ambient = RandomState.capture(residency.cuda_index), AmbientState.capture()
         self._unchanged = _Unchanged(self._arguments.tensors)
-        self._buffers = CallBuffers(self._layer, residency, self._runtime.last_filled(), copies=with_graph)
+        last_filled = self._runtime.last_filled() if self._layer.buffers else {}
+        self._buffers = CallBuffers(self._layer, residency, last_filled, copies=with_graph)
 
     @property
     def buffers(self) -> Mapping[BufferKey, Tensor]:
