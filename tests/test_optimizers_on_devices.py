@@ -10,11 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine.updates import streamed_update, update_stage
+from lightning_harmony.engine.updates import streamed_update, update_stage, whole_step
 from support import nets, same_training
 from support.same_training import SEED, Net, assert_same_training, compare, train_harmony, train_plain, trainer_for
 from support.sampling import combined
@@ -45,7 +45,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def build(optimizer: str, net: Callable[[], Any] = nets.Language) -> Net:
     torch.manual_seed(SEED)
-    return Net(net(), OPTIMIZERS[optimizer])
+    return Net(net(), (OPTIMIZERS | WHOLE)[optimizer])
 
 
 @pytest.mark.parametrize(("optimizer", "is_clipped"), combined(OPTIMIZERS, [(True,), (False,)]))
@@ -81,7 +81,7 @@ def go_on(module: Net, writer: str, reader: str, path: Path) -> tuple[dict[str, 
     return {name: value.cpu() for name, value in trained.state_dict().items()}, tensors
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "fused", "momentum", "Adafactor", "NAdam"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "fused", "momentum", "Adafactor", "NAdam", "of one's own"])
 def test_state_of_one_goes_on_in_the_other(optimizer: str, tmp_path: Path) -> None:
     """What a first step makes on the device is saved as plain Lightning saves it."""
     module = build(optimizer)
@@ -235,13 +235,116 @@ def test_an_update_that_is_made_at_once_is_made_on_the_device(options: dict[str,
     assert updated
 
 
-def test_lbfgs_steps_on_the_host_as_the_user_wrote_it(updated: list[str]) -> None:
-    torch.manual_seed(SEED)
-    module = Net(nets.Language(), lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2))
-    # On a GPU, plain Lightning sums its dot products there, in another order: as docs/exactness.md says.
-    tolerance = 1e-5 if same_training.accelerator == "gpu" else 0.0
-    assert_same_training(module, nets.tokens(16), num_microbatches=1, updates=("just in time",), tolerance=tolerance)
+class Lion(torch.optim.Optimizer):
+    """As its users write it: its state is one moment, and nobody knows that it looks at one parameter at a time."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+                moment, (first, second) = self.state[p]["exp_avg"], group["betas"]
+                p.data.add_((moment * first + p.grad * (1 - first)).sign_(), alpha=-group["lr"])
+                moment.mul_(second).add_(p.grad, alpha=1 - second)
+        return loss
+
+
+class Sharpened(torch.optim.Optimizer):
+    """Looks at all parameters, steps to where the loss is larger, and back: its closure comes between."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.base = torch.optim.AdamW(self.param_groups, lr=0.01)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in trained]))
+        for p in trained:
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad * (0.05 / (norm + 1e-12)))
+        with torch.enable_grad():
+            closure()
+        for p in trained:
+            p.data = self.state[p]["old"]
+        self.base.step()
+        return loss
+
+
+WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2),
+    "of one's own": lambda p: Lion(p, lr=0.001),
+    "with one of torch's": Sharpened,
+}
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize("optimizer", WHOLE)
+def test_an_optimizer_that_nobody_knows_steps_as_a_whole_on_the_device(
+    optimizer: str, has_room: bool, updated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to step on the host, where the last bit can differ. It still does where the device has no room for all of it."""
+    came: list[bool] = []
+    begin = whole_step.WholeStep._begin
+    monkeypatch.setattr(whole_step.WholeStep, "_begin", lambda *args: came.append(begin(*args)) or came[-1])
+    if not has_room:
+        monkeypatch.setattr(whole_step, "_PASSING_COPIES", 1e9)
+    assert_same_training(
+        Net(nets.Language(), WHOLE[optimizer]),
+        nets.tokens(16),
+        num_microbatches=1,
+        device_memory="1MiB",
+        updates=("just in time",),
+        tolerance=1e-5 if same_training.accelerator == "gpu" and not has_room else 0.0,
+    )
     assert updated == []
+    assert set(came) == {has_room}
+
+
+@pytest.mark.parametrize("hooked", ["before", "behind", "of all"])
+def test_hooks_of_steps_are_called_around_an_update_on_the_device(hooked: str, updated: list[str]) -> None:
+    """An optimizer that has some used to step on the host. They see what they see in plain training: all of the step."""
+    found = []
+    for strategy in ("auto", HarmonyStrategy(device_memory=CAPACITY, num_microbatches=1)):
+        module = build("AdamW")
+        seen: list[Any] = []
+
+        def look(optimizer: Any, args: Any, kwargs: Any, module: Any = module, seen: list[Any] = seen) -> None:
+            state = [value.sum().cpu() for each in optimizer.state.values() for value in each.values()]
+            sums = [p.detach().double().sum().cpu() for p in module.parameters()]
+            gradients = [None if p.grad is None else p.grad.double().sum().cpu() for p in module.parameters()]
+            seen.append((len(args), "closure" in kwargs, len(state), sums, gradients if hooked == "behind" else None))
+
+        class Hooks(pl.Callback):
+            def on_train_start(self, trainer: Any, module: Any, look: Any = look) -> None:
+                optimizer = trainer.optimizers[0]
+                register = {
+                    "before": optimizer.register_step_pre_hook,
+                    "behind": optimizer.register_step_post_hook,
+                    "of all": register_optimizer_step_post_hook,
+                }[hooked]
+                self.handle = register(look)
+
+            def on_train_end(self, trainer: Any, module: Any) -> None:
+                self.handle.remove()
+
+        trainer = trainer_for(strategy, 4, [Hooks()])
+        trainer.fit(module, DataLoader(nets.tokens(), batch_size=8))
+        found.append((seen, {name: value.cpu() for name, value in module.state_dict().items()}))
+    assert len(found[0][0]) == 4
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert set(updated) == {"AdamW"}
 
 
 @pytest.mark.cpu

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_harmony.engine.nodes.division import Need, parameters_of
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.updates.optimizer_twin import Clip, by_norm, by_value
+from lightning_harmony.engine.updates.separable_optimizers import watcher_of
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.updating.hooks import end_of_batches
 from lightning_harmony.updating.update_policy import UpdatePolicy
@@ -41,15 +41,12 @@ class DeferredUpdate:
             with self.by_hand([optimizer]):
                 yield
             return
-        if self.policy.why_on_host(optimizer) is not None:
-            self._engine.updater.postponed.finish()
-            yield
-            return
-        self.may_wait, self._clip = self.policy.choose()[0] == "deferred", None
+        is_deferred, is_whole = self.policy.choose()[0] == "deferred", self.policy.why_whole(optimizer) is not None
+        self.may_wait, self._clip = is_deferred and not is_whole, None
         # Before the step counts.
         another_follows = end_of_batches(self.policy.trainer) is None
         try:
-            with self._clipping(), (self._stepping if self.may_wait else self._stepping_late)(optimizer):
+            with self._clipping(), (self._stepping if is_deferred or is_whole else self._stepping_late)(optimizer):
                 yield
         except BaseException:
             # Code that hears of the error may look at parameters.
@@ -66,8 +63,7 @@ class DeferredUpdate:
         with ExitStack() as stack:
             stack.enter_context(self._clipping())
             for optimizer in optimizers:
-                if self.policy.why_on_host(optimizer) is None:
-                    stack.enter_context(self._stepping(optimizer))
+                stack.enter_context(self._stepping(optimizer))
             yield
 
     @contextmanager
@@ -78,19 +74,10 @@ class DeferredUpdate:
             yield
             return
 
-        def ask(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            if self.policy.why_on_host(optimizer) is not None:
-                self._engine.updater.postponed.finish()
-                return step(closure)
+        def make(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             with torch.enable_grad():
                 result = None if closure is None else closure()
-            if (reason := self.policy.why_on_host(optimizer)) is not None:
-                self._refuse_division(reason)
-                self._engine.updater.postponed.finish()
-                # Hooks that came with the closure are too late for what precedes it.
-                with _emptied(optimizer._optimizer_step_pre_hooks), _emptied(_global_optimizer_pre_hooks):
-                    step()
-                return result
+            self._refuse_division(optimizer)
             waits = not self.may_wait or self.policy.why_at_once() is not None
             self._engine.updater.update_all(
                 optimizer,
@@ -102,6 +89,14 @@ class DeferredUpdate:
             # Schedulers look whether a step came before theirs.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return result
+
+        heard = Optimizer.profile_hook_step(make)
+
+        def ask(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if self.policy.why_whole(optimizer) is not None:
+                self._engine.updater.postponed.finish()
+                return self._engine.updater.streamed.step_as_a_whole(optimizer, step, closure)
+            return heard(optimizer) if closure is None else heard(optimizer, closure=closure)
 
         with _replaced_step(optimizer, ask):
             yield
@@ -119,10 +114,8 @@ class DeferredUpdate:
             def run() -> Any:
                 assert closure is not None
                 result = closure()
-                is_deferred, reason = self.policy.choose()[0] == "deferred", self.policy.why_on_host(optimizer)
-                if is_deferred and reason is not None:
-                    self._refuse_division(reason)
-                elif is_deferred:
+                if self.policy.choose()[0] == "deferred":
+                    self._refuse_division(optimizer)
                     parameters = self._engine.parameters_in_order()
                     self._engine.updater.update_all(optimizer, parameters, self._clip, waits=True, state_may_stay=False)
                     gradients.update((p, p.grad) for p in parameters_of(optimizer) if p.grad is not None)
@@ -139,10 +132,10 @@ class DeferredUpdate:
         with _replaced_step(optimizer, ask):
             yield
 
-    def _refuse_division(self, reason: str) -> None:
-        """Refuse to step an optimizer as it is where this node has a part of the gradients, or of the optimizer's state."""
-        division = self.policy.division
-        if division is not None and division.is_divided:
+    def _refuse_division(self, optimizer: Optimizer) -> None:
+        """Refuse a step that somebody sees where this node has a part of the gradients, or of the optimizer's state."""
+        division, reason = self.policy.division, watcher_of(optimizer)
+        if division is not None and division.is_divided and reason is not None:
             raise UnsupportedModelError(
                 f"{reason} since this step's backward, in which several machines have divided its update: let it be so before "
                 "the step, or train on one machine"
@@ -167,7 +160,7 @@ class DeferredUpdate:
 
         def clip(optimizer: Optimizer, how: Clip | None) -> None:
             parameters = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
-            if self.may_wait and self.policy.clips_late() and self.policy.why_on_host(optimizer) is None:
+            if self.may_wait and self.policy.clips_late() and self.policy.why_whole(optimizer) is None:
                 self._clip = how
             elif how is not None and parameters:
                 how(parameters)
@@ -178,17 +171,6 @@ class DeferredUpdate:
             _replaced(plugin, "clip_grad_by_value", clip_grad_by_value),
         ):
             yield
-
-
-@contextmanager
-def _emptied(hooks: dict[int, Any]) -> Iterator[None]:
-    """Within the context, there are none of some hooks."""
-    before = dict(hooks)
-    hooks.clear()
-    try:
-        yield
-    finally:
-        hooks.update(before)
 
 
 @contextmanager

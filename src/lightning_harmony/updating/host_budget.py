@@ -187,7 +187,7 @@ class HostBudget:
         streamed = self._engine.updater.streamed
         if not streamed.is_on_device:
             return {}
-        optimizers = [one for one in self._trainer.optimizers if self._policy.why_on_host(one) is None]
+        optimizers = [one for one in self._trainer.optimizers if self._policy.why_whole(one) is None]
         of_layers = {parameter for layer in self._layers for parameter in layer}
         return {
             parameter: num_bytes

@@ -16,7 +16,7 @@ from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.parts import storages_of
 from lightning_harmony.engine.structures.spans import Spans, span_of
-from lightning_harmony.engine.updates.separable_optimizers import reads_default_dtype, why_not_separable
+from lightning_harmony.engine.updates.separable_optimizers import reads_default_dtype, watcher_of, why_not_separable
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.hooks import (
@@ -90,7 +90,8 @@ class UpdatePolicy:
             not trainer.lightning_module.automatic_optimization
             or tree.takes_iterator(trainer.lightning_module.training_step)
             or len(self._optimizers) != 1
-            or self.why_on_host(self._optimizers[0]) is not None
+            or self.why_whole(self._optimizers[0]) is not None
+            or watcher_of(self._optimizers[0]) is not None
             or has_optimizer_after_step(tree, trainer) is not None
         )
         # While an exception unwinds, no other node sends its optimizer state.
@@ -121,7 +122,8 @@ class UpdatePolicy:
             return "the gradient scaler checks all gradients"
         if self.engine.reentrant:
             return "layers are called during the backward (reentrant checkpointing)"
-        if (reason := self.backward_reader or self._why_default_dtype()) is not None:
+        reason = self.backward_reader or self._why_default_dtype() or watcher_of(self._optimizers[0])
+        if reason is not None:
             return reason
         return next(iter(gradient_readers(self.tree, trainer) + savers_on_exception(self.tree, trainer)), None)
 
@@ -131,11 +133,11 @@ class UpdatePolicy:
 
     def why_never_later(self) -> str | None:
         """What may look at parameters or optimizer state between any two batches, or in a step; None if nothing does."""
-        reason = self.why_on_host(self._optimizers[0]) or has_optimizer_after_step(self.tree, self.trainer)
+        reason = self.why_whole(self._optimizers[0]) or has_optimizer_after_step(self.tree, self.trainer)
         if reason is None and self.trains_others():
             # No forward would wait for them.
             reason = "the optimizer has parameters that the module does not have"
-        reason = reason or self.step_reader or self._why_default_dtype()
+        reason = reason or self.step_reader or self._why_default_dtype() or watcher_of(self._optimizers[0])
         return reason or self._why_out_of_sight() or self.lookout.why_at_once()
 
     def trains_others(self) -> bool:
@@ -153,7 +155,7 @@ class UpdatePolicy:
 
     def hides_state(self) -> bool:
         """Whether nobody looks at optimizer state from this step's update to the next one's."""
-        if len(self._optimizers) != 1 or self.why_on_host(self._optimizers[0]) is not None:
+        if len(self._optimizers) != 1 or any(why(self._optimizers[0]) for why in (self.why_whole, watcher_of)):
             return False
         if self.was_asked or self.step_reader is not None or self.backward_reader is not None:
             return False
@@ -221,8 +223,8 @@ class UpdatePolicy:
                 return owner
         return None
 
-    def why_on_host(self, optimizer: Any) -> str | None:
-        """Why an optimizer steps as the user wrote it, on the host; None if its update may be made in shares on devices."""
+    def why_whole(self, optimizer: Any) -> str | None:
+        """Why an optimizer steps as the user wrote it, all at once; None if its update may be made in shares."""
         if (reason := why_not_separable(optimizer)) is not None:
             return reason
         if getattr(optimizer, "_step_supports_amp_scaling", False) and self.scaler is not None:

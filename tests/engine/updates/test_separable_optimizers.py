@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_harmony.engine.updates.separable_optimizers import SEPARABLE, why_not_separable
+from lightning_harmony.engine.updates.separable_optimizers import SEPARABLE, watcher_of, why_not_separable
 
 
 def some_parameters(number: int) -> list[nn.Parameter]:
@@ -31,18 +31,15 @@ class TestWhyNotSeparable:
 
         assert "Clipping is not known" in str(why_not_separable(Clipping(some_parameters(1))))
 
-    @pytest.mark.parametrize("method", ["step", "zero_grad"])
-    def test_an_optimizer_with_a_replaced_method_is_not_separable(
-        self, method: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """It was asked of the class, which may be replaced, too; gradients that a zero_grad left were gone."""
+    def test_an_optimizer_with_a_replaced_step_is_not_separable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It was asked of the class, which may be replaced, too."""
         optimizer = SGD(some_parameters(1))
-        reason = f"SGD.{method} is replaced by a function of its own"
+        reason = "SGD.step is replaced by a function of its own"
         with monkeypatch.context() as patch:
-            patch.setattr(optimizer, method, lambda *_: None, raising=False)
+            patch.setattr(optimizer, "step", lambda *_: None, raising=False)
             assert why_not_separable(optimizer) == reason
         with monkeypatch.context() as patch:
-            patch.setattr(SGD, method, lambda self, *_: None)
+            patch.setattr(SGD, "step", lambda self, *_: None)
             assert why_not_separable(optimizer) == reason
         assert why_not_separable(optimizer) is None
 
@@ -67,22 +64,38 @@ class TestWhyNotSeparable:
         optimizer.step = Counted(optimizer.step)
         assert why_not_separable(optimizer) == "SGD.step is replaced by a function of its own"
 
+
+class TestWatcherOf:
+    def test_a_zero_grad_of_ones_own_may_leave_gradients_to_the_next_step(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        optimizer = SGD(some_parameters(1))
+        reason = "SGD.zero_grad is replaced by a function of its own"
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer, "zero_grad", lambda *_: None, raising=False)
+            assert watcher_of(optimizer) == reason
+        with monkeypatch.context() as patch:
+            patch.setattr(SGD, "zero_grad", lambda self, *_: None)
+            assert watcher_of(optimizer) == reason
+        assert watcher_of(optimizer) is None
+
     @pytest.mark.parametrize("kind", ["pre", "post"])
-    def test_an_optimizer_with_step_hooks_is_not_separable(self, kind: str) -> None:
+    def test_step_hooks_see_all_parameters(self, kind: str) -> None:
         optimizer = SGD(some_parameters(1))
         handle = getattr(optimizer, f"register_step_{kind}_hook")(lambda *_: None)
-        assert why_not_separable(optimizer) == "SGD has step hooks"
-        handle.remove()
+        assert watcher_of(optimizer) == "SGD has step hooks"
         assert why_not_separable(optimizer) is None
+        handle.remove()
+        assert watcher_of(optimizer) is None
 
     @pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
-    def test_no_optimizer_is_separable_where_all_have_step_hooks(
+    def test_so_do_step_hooks_of_all_optimizers(
         self, register: Callable[..., torch.utils.hooks.RemovableHandle]
     ) -> None:
         optimizer = SGD(some_parameters(1))
         handle = register(lambda *_: None)
         try:
-            assert why_not_separable(optimizer) == "step hooks are registered for all optimizers"
+            assert watcher_of(optimizer) == "step hooks are registered for all optimizers"
         finally:
             handle.remove()
-        assert why_not_separable(optimizer) is None
+        assert watcher_of(optimizer) is None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.model.host_store import ALIGNMENT
 from lightning_harmony.engine.structures.strides import is_dense
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share, States
+from lightning_harmony.engine.updates.separable_optimizers import step_unheard
 
 # Optimizers that update each element from its own gradient and state alone: a large parameter is updated in ranges.
 _ELEMENTWISE = frozenset(
@@ -121,11 +122,11 @@ def may_be_cut(share: Share, parameter: nn.Parameter) -> bool:
     )
 
 
-def is_on_device(name: str, value: Any, group: Mapping[str, Any]) -> bool:
+def is_on_device(name: str | None, value: Any, group: Mapping[str, Any]) -> bool:
     """Whether a step finds a part of a parameter's state on the parameter's device: where torch loads it to.
 
     Args:
-        name: of the part.
+        name: of the part; None if it has none.
         value: what it is.
         group: the group of the parameter.
     """
@@ -148,7 +149,7 @@ def make_step(
     twin = share.elsewhere(parameters, gradients, states)
     if clip is not None:
         clip([parameter for group in twin.param_groups for parameter in group["params"]])
-    twin.step()
+    step_unheard(twin)
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

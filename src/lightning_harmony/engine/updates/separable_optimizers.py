@@ -49,13 +49,24 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
         return f"{name} is not known to update each parameter on its own"
     if _has_other_step(optimizer):
         return f"{name}.step is replaced by a function of its own"
-    if _zeroes_otherwise(optimizer):
+    return None
+
+
+def watcher_of(optimizer: Optimizer) -> str | None:
+    """What sees gradients and parameters where an optimizer steps, or instead of being zeroed; None if nothing does."""
+    name = type(optimizer).__name__
+    if type(optimizer) in SEPARABLE and _zeroes_otherwise(optimizer):
         return f"{name}.zero_grad is replaced by a function of its own"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{name} has step hooks"
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return "step hooks are registered for all optimizers"
     return None
+
+
+def step_unheard(optimizer: Optimizer) -> None:
+    """Make a step of an optimizer that `why_not_separable` finds nothing against. Its hooks are for who asked for the step."""
+    _steps_of(type(optimizer))[0](optimizer)
 
 
 def reads_default_dtype(optimizer: Optimizer, dtype: torch.dtype) -> bool:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import Traffic
@@ -31,6 +32,7 @@ from lightning_harmony.engine.updates.device_step import (
 from lightning_harmony.engine.updates.disk_home import NUM_BUFFERS, DiskHome
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
 from lightning_harmony.engine.updates.update_stage import Piece, Stage, Values
+from lightning_harmony.engine.updates.whole_step import WholeStep
 
 # How many pieces' state is read from disk before its turn.
 PIECES_AHEAD = 2
@@ -62,7 +64,9 @@ class StreamedUpdate:
         self.disk = DiskHome() if disk is None else disk
         self._is_swapped = is_swapped
         self._on_host = on_host
-        self._stage = Stage(device, traffic or Traffic(), self.disk)
+        traffic = traffic or Traffic()
+        self._stage = Stage(device, traffic, self.disk)
+        self._whole_step = WholeStep(device, is_swapped, self._stage.memory_on_host, traffic)
 
     @property
     def is_on_device(self) -> bool:
@@ -185,6 +189,20 @@ class StreamedUpdate:
                     share, streamed, gradients, clip, between or (lambda: None), keeps_gradients=keeps_gradients
                 )
         share.keep_states()
+
+    def step_as_a_whole(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None
+    ) -> Any:
+        """Let an optimizer step as it is, on the device if that has room for all that it works with.
+
+        Args:
+            optimizer: which one. Nothing of it is under way.
+            step: its step.
+            closure: of the step, if it has one.
+        """
+        if self._on_host:
+            return step() if closure is None else step(closure)
+        return self._whole_step.make(optimizer, step, closure)
 
     def _stream(
         self,

@@ -299,6 +299,11 @@ class Stage:
         slots, num_bytes = lay_out(likes, dtypes)
         if not slots:
             return []
+        memory = self.memory_on_host(num_bytes).numpy()
+        return [_with_own_storage(slot, memory) for slot in slots]
+
+    def memory_on_host(self, num_bytes: int) -> Tensor:
+        """A flat uint8 buffer on the host that the device copies from and to, at full speed if possible."""
         buffers: list[Tensor] = []
         try:
             # As work of this GPU: in a thread that has chosen none, the first one would lock the memory.
@@ -306,8 +311,7 @@ class Stage:
         except (RuntimeError, OSError, MemoryError):
             # The system locks no more memory: copies are slower.
             buffers.append(flat_buffer(num_bytes, torch.device("cpu")))
-        memory = buffers[0].numpy()
-        return [_with_own_storage(slot, memory) for slot in slots]
+        return buffers[0]
 
     def memory_for_direct_copies(self, num_bytes: int) -> Tensor:
         """Memory on the host, locked if possible, and not copied for processes that are forked while the disk fills it."""
