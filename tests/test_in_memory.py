@@ -366,6 +366,61 @@ def test_a_first_batch_that_does_not_fit_is_undone_and_layers_are_swapped(
     assert_equal(plain, harmony)
 
 
+class Roomy(Model):
+    """Takes far more room for each sample than for its weights."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return ((self.head(torch.tanh(self.blocks(x).repeat(1, 32)).view(len(x), 32, WIDTH).mean(1)) - y) ** 2).mean()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("room", "number"), [(72, 2), (40, 4)])
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}], ids=str)
+def test_a_batch_runs_in_as_many_microbatches_as_fit_beside_the_model(
+    room: int, number: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Layers were swapped, and computed twice, where half a batch would have fitted."""
+    module = Roomy(nn.BatchNorm1d(WIDTH))
+    memory = lasting_bytes(module) + room * 1024
+    strategy = HarmonyStrategy(device_memory=memory)
+    with caplog.at_level("INFO"):
+        found = fit(copy.deepcopy(module), strategy, samples(), BATCH, **NO_CHECK, **options)
+    assert strategy.plan is None
+    assert strategy.step_report is not None
+    assert strategy.step_report.num_microbatches == number
+    said = [message for message in caplog.messages if "as it does not fit in fewer" in message]
+    assert [f"num_microbatches={number})" in message for message in said] == [True]
+    asked = HarmonyStrategy(device_memory=memory, num_microbatches=number)
+    expected = fit(module, asked, samples(), BATCH, **NO_CHECK, **options)
+    assert_equal(found, expected)
+    assert found.callback_metrics == expected.callback_metrics
+
+
+@pytest.mark.cpu
+def test_a_larger_batch_that_comes_later_is_split_in_memory() -> None:
+    strategy = HarmonyStrategy(device_memory=lasting_bytes(Model()) + 72 * 1024)
+    module, sizes = Roomy(), (4, 8, 4)
+    batches = [list(range(size)) for size in sizes]
+    fit(module, strategy, DataLoader(samples(), batch_sampler=batches), BATCH, **NO_CHECK)
+    assert strategy.plan is None
+    # The one that did not fit is among them.
+    assert module.calls[0][0] == 4
+    assert [size for size, _ in module.calls[-4:]] == [4, 4, 2, 2]
+
+
+@pytest.mark.cpu
+def test_where_not_even_a_sample_fits_beside_the_model_layers_are_swapped() -> None:
+    strategy = HarmonyStrategy(device_memory=lasting_bytes(Model()) + 1024)
+    module = Roomy()
+    found = fit(copy.deepcopy(module), strategy, samples(), BATCH, **NO_CHECK)
+    assert strategy.plan is not None
+    assert strategy.step_report is not None
+    number = strategy.step_report.num_microbatches
+    asked = HarmonyStrategy(device_memory=lasting_bytes(Model()) + 1024, num_microbatches=number)
+    assert_equal(found, fit(module, asked, samples(), BATCH, **NO_CHECK))
+
+
 class OnAGraph(Model):
     """Has the edges of a graph in a sparse buffer, which each step weighs anew."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
@@ -121,10 +121,12 @@ def estimate(
             subject.batch_size, num_microbatches=num_microbatches or 1, microbatch_size=microbatch_size
         )[0]
     else:
-        # As training finds it: the fewest that fit.
-        size = subject.batch_size
-        while size > 1 and capacity is not None and outlook_of(profile_of(size), size, 0).need.num_bytes > capacity:
-            size = -(-size // 2)
+        # As training finds it: the fewest that fit, beside the whole model or else beside the layer that runs.
+        size = (
+            _largest(subject.batch_size, lambda size: _in_memory_bytes(profile_of(size), subject), capacity)
+            or _largest(subject.batch_size, lambda size: outlook_of(profile_of(size), size, 0).need.num_bytes, capacity)
+            or 1
+        )
 
     # Two sizes are rehearsed; what others take lies on the line through them. A single sample only where there is no other:
     # its tensors may be views where those of several have to be copied.
@@ -154,7 +156,7 @@ def estimate(
         machine=where,
         limit_bytes=limit,
         capacity_bytes=capacity,
-        in_memory_bytes=_lasting_bytes(profile, subject) + profile.saved_bytes,
+        in_memory_bytes=_in_memory_bytes(profile, subject),
         chosen=chosen,
         rows=tuple(sorted([chosen, *map(row, others)], key=lambda each: each.microbatch_size)),
         advice=(),
@@ -181,10 +183,31 @@ def _capacity(machine: Machine, limit_bytes: int | None) -> int | None:
     return machine.device_bytes if limit_bytes is None else min(machine.device_bytes, usable_bytes(limit_bytes))
 
 
+def _largest(batch_size: int, num_bytes: Callable[[int], int], capacity: int | None) -> int | None:
+    """The largest of a whole batch, a half of it, and so on, that takes no more than the capacity; None if none does.
+
+    Args:
+        batch_size: samples of the batch.
+        num_bytes: what a microbatch of some samples takes.
+        capacity: None for no limit.
+    """
+    size = batch_size
+    while capacity is not None and num_bytes(size) > capacity:
+        if size == 1:
+            return None
+        size = -(-size // 2)
+    return size
+
+
 def _lasting_bytes(profile: StepProfile, subject: Subject) -> int:
     """What is on the device from step to step if nothing is swapped."""
     trained = sum(layer.trained_bytes for layer in profile.layers)
     return profile.weight_bytes + profile.buffer_bytes + (1 + subject.state_copies) * trained
+
+
+def _in_memory_bytes(profile: StepProfile, subject: Subject) -> int:
+    """That, and the graph of a microbatch."""
+    return _lasting_bytes(profile, subject) + profile.saved_bytes
 
 
 def _notes(

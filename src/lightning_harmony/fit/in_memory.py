@@ -22,13 +22,13 @@ from lightning_harmony.engine.model.decompose import find_layers
 from lightning_harmony.engine.replicas.runs import Runs
 from lightning_harmony.engine.structures.nested import map_tensors
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
-from lightning_harmony.fit.device_memory import LastingBytes, MemoryWatch
+from lightning_harmony.fit.device_memory import DoesNotFit, LastingBytes, MemoryWatch
 from lightning_harmony.fit.spread import Spread
 from lightning_harmony.fit.training import DeferredBackward
 from lightning_harmony.fit.unchanged import UnchangedBatch
 from lightning_harmony.fit.user_steps import before_accumulation
 from lightning_harmony.microbatches.logs import MicrobatchLogs
-from lightning_harmony.microbatches.split_check import SplitCheck
+from lightning_harmony.microbatches.split_check import SplitCheck, found
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.reporting.step_reports import StepReports
 from lightning_harmony.setup import compat
@@ -42,12 +42,13 @@ from lightning_harmony.updating.hooks import between_passes
 class InMemory:
     """Runs the user's steps on a model that is on its device as a whole.
 
-    With one microbatch, which is the default on one device, a step is Lightning's own. With several, they run one after the
-    other in the caller's thread, forward and backward, as batches do under ``accumulate_grad_batches``. Several devices take
-    turns in them, each with a copy of the model.
+    With one microbatch, which is the default on one device if the batch fits, a step is Lightning's own. With several, they
+    run one after the other in the caller's thread, forward and backward, as batches do under ``accumulate_grad_batches``.
+    Several devices take turns in them, each with a copy of the model.
 
     Where the device has a capacity, a batch that is larger than all before it runs under watch: if it does not fit, all that
-    its step changed is undone, and `DoesNotFit` is raised.
+    its step changed is undone, and it runs in more microbatches. Where their number is given, or none fits, `DoesNotFit` is
+    raised.
 
     Attributes:
         devices: the first of them is where the model is.
@@ -69,6 +70,8 @@ class InMemory:
         self._watch = MemoryWatch(self.trainer, self.device, self.lasting)
         self.split_check.look_at_model()
         self._spread = Spread(self.tree, self.trainer, self.devices) if len(self.devices) > 1 else None
+        # Where nothing says it, one for each device, or the fewest that fit.
+        self._number = len(self.devices)
 
     def training_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a batch; where it runs in microbatches or under watch, its backward runs, too, if its gradient can be told.
@@ -79,7 +82,7 @@ class InMemory:
             kwargs: more of the same.
 
         Raises:
-            DoesNotFit: if there is no room for the batch.
+            DoesNotFit: if there is no room for the batch, whatever the number of microbatches where nothing says it.
             CapacityError: if there is none, and the step cannot be undone.
         """
         name = "training_step"
@@ -87,9 +90,7 @@ class InMemory:
         if not self._module.automatic_optimization or self.tree.takes_iterator(self._module.training_step):
             with nullcontext() if fits else self._watch.bounding():
                 return step(*args, **kwargs)
-        # Where nothing says it, one for each device.
-        sizes, parts = self.split_check.split(args, kwargs, len(self.devices))
-        self._num_microbatches = len(sizes)
+        sizes, parts = self._split(args, kwargs)
         if len(sizes) == 1 and fits:
             return step(*args, **kwargs)
         if not self._predicts_gradient():
@@ -98,13 +99,35 @@ class InMemory:
                 if len(sizes) == 1:
                     return step(*args, **kwargs)
                 return self._run(args, kwargs, sizes, parts, False)
-        run = partial(self._run, args, kwargs, sizes, parts, True)
-        if self._spread is not None and len(sizes) > 1:
-            run = partial(self._spread.run, run, self._keeping_gradients, parts=parts)
         if fits:
-            return run()
-        with self._keeping_gradients():
-            return self._watch.run(name, args, run)
+            return self._running(args, kwargs, sizes, parts)()
+        number = self._number
+        while True:
+            try:
+                with self._keeping_gradients():
+                    result = self._watch.run(name, args, self._running(args, kwargs, sizes, parts))
+                break
+            except DoesNotFit:
+                if (more := self.split_check.more(args[0], len(sizes))) is None:
+                    raise
+                self._number = more
+            sizes, parts = self._split(args, kwargs)
+        if self._number != number:
+            self.tree.info(found(len(sizes)))
+        return result
+
+    def _split(self, args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any]]:
+        """The samples of each microbatch of a batch, and the microbatches."""
+        sizes, parts = self.split_check.split(args, kwargs, self._number)
+        self._num_microbatches = len(sizes)
+        return sizes, parts
+
+    def _running(self, args: Any, kwargs: Any, sizes: tuple[int, ...], parts: Sequence[Any]) -> Callable[[], Any]:
+        """What runs microbatches, each with its backward, on the devices that there are."""
+        run = partial(self._run, args, kwargs, sizes, parts, True)
+        if self._spread is None or len(sizes) == 1:
+            return run
+        return partial(self._spread.run, run, self._keeping_gradients, parts=parts)
 
     def start(self) -> None:
         """Compile layers if that is wanted. Where Lightning shows its model summary, say that nothing is swapped."""

@@ -32,7 +32,7 @@ from lightning_harmony.held.optimizer_readers import OptimizerReaders, scheduler
 from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.interleaving import Interleaving
 from lightning_harmony.microbatches.snapshot import Snapshot
-from lightning_harmony.microbatches.split_check import SplitCheck
+from lightning_harmony.microbatches.split_check import SplitCheck, found
 from lightning_harmony.reporting.fit_summary import FitSummary
 from lightning_harmony.reporting.step_reports import StepReports
 from lightning_harmony.setup import compat
@@ -115,8 +115,10 @@ class Training:
             except CapacityError:
                 # A parameter that the step has changed would be changed once more, and other nodes do not begin anew.
                 is_lasting = self.engine.step.changed_parameter is not None or num_collectives() != collectives
-                if before is None or is_lasting or not self._split_further(args[0], len(sizes)):
+                doubled = None if before is None or is_lasting else self.split_check.more(args[0], len(sizes))
+                if before is None or doubled is None:
                     raise
+                self._number = doubled
             # Not within the except clause: the error's frames hold what the attempt has allocated.
             del parts, steps
             gc.collect()
@@ -129,10 +131,7 @@ class Training:
             more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
             self.tree.info(f"Harmony: no CUDA graph is made of layer {layers[0]!r}{more}: {why}. Results are the same.")
         if self._number != number:
-            self.tree.info(
-                f"Harmony: a batch runs in {len(sizes)} microbatches, as it does not fit in fewer. "
-                f"HarmonyStrategy(num_microbatches={len(sizes)}) says so from the start."
-            )
+            self.tree.info(found(len(sizes)))
         return output
 
     def _finish_what_is_read(self) -> None:
@@ -177,14 +176,6 @@ class Training:
         sizes, parts = self.split_check.split(args, kwargs, self._number)
         step, precision = self._module.training_step, self.trainer.precision_plugin
         return sizes, parts, [TrainingStep(self.engine, precision, step, (part, *args[1:]), kwargs) for part in parts]
-
-    def _split_further(self, batch: Any, number: int) -> bool:
-        """A batch does not fit in so many microbatches: let there be more; whether there can be."""
-        samples = self.split_check.splitting.samples(batch)
-        if samples is None or samples.number // self.split_check.least_samples <= number:
-            return False
-        self._number = 2 * number
-        return True
 
     def _run_split(self, sizes: tuple[int, ...], parts: Sequence[Any], steps: Sequence[TrainingStep]) -> Any:
         """Run the microbatches of a batch."""

@@ -24,6 +24,14 @@ from lightning_harmony.setup.settings import Settings
 _TOO_FEW = "more than 1 value per channel"
 
 
+def found(number: int) -> str:
+    """What to say when so many microbatches have turned out to fit."""
+    return (
+        f"Harmony: a batch runs in {number} microbatches, as it does not fit in fewer. "
+        f"HarmonyStrategy(num_microbatches={number}) says so from the start."
+    )
+
+
 class _Step(NamedTuple):
     batch: Any
     samples: Samples
@@ -58,6 +66,16 @@ class SplitCheck:
     def look_at_model(self) -> None:
         """The model is set up."""
         self.least_samples = 2 if batch_norms(self.trainer.lightning_module) else 1
+
+    def more(self, batch: Any, number: int) -> int | None:
+        """Into how many microbatches to split a batch that does not fit in some; None if nothing may, or nothing can.
+
+        Args:
+            batch: which one.
+            number: of the microbatches that it was split into.
+        """
+        samples = self.splitting.samples(batch) if self.settings.leaves_number else None
+        return None if samples is None or samples.number // self.least_samples <= number else 2 * number
 
     def split(self, args: Any, kwargs: Any, number: int) -> tuple[tuple[int, ...], list[Any]]:
         """The samples of each microbatch of a batch that is about to run, and the microbatches.
