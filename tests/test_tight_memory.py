@@ -94,9 +94,10 @@ def first_step_bytes(module: pl.LightningModule, samples: Tensor, number: int, o
 @pytest.mark.parametrize("clips", [False, True], ids=["just in time", "clipped"])
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("model", MODELS)
 def test_later_steps_fit_where_the_first_one_did(
-    model: type[nn.Module], number: int, devices: int, clips: bool, over: float
+    model: type[nn.Module], precision: str, number: int, devices: int, clips: bool, over: float
 ) -> None:
     """They failed in their backward, when weights had changed: microbatches that take turns keep what they carry from layer
     to layer, the head's sum of gradients stayed while the loss was differentiated, and so did the input of a kept graph.
@@ -104,13 +105,28 @@ def test_later_steps_fit_where_the_first_one_did(
     samples = torch.randint(0, VOCABULARY, (NUM_STEPS * BATCH_SIZE, LENGTH), generator=torch.Generator().manual_seed(1))
     module = Net(model(), lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
     clipping = {"gradient_clip_val": 0.5} if clips else {}
-    options: dict[str, Any] = {"devices": devices, **clipping}
+    common = {"precision": precision, **clipping}
+    options: dict[str, Any] = {"devices": devices, **common}
     # The module itself keeps the loss of each step.
     capacity = int(first_step_bytes(module, samples[:BATCH_SIZE], number, options) * (1 + over))
-    plain = train_plain(copy.deepcopy(module), samples, number, BATCH_SIZE, **clipping)
+    plain = train_plain(copy.deepcopy(module), samples, number, BATCH_SIZE, **common)
     strategy = HarmonyStrategy(device_memory=capacity, num_microbatches=number, profile_cache=False)
     harmony = train_harmony(copy.deepcopy(module), samples, strategy, BATCH_SIZE, with_gradients=False, **options)
     compare(plain, harmony)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_layers_take_under_autocast_is_known_from_one_microbatch_too(number: int) -> None:
+    """Weights were let be narrow behind the only one, and what had been measured was forgotten: the plan kept all graphs."""
+    samples = torch.randint(0, VOCABULARY, (NUM_STEPS * BATCH_SIZE, LENGTH), generator=torch.Generator().manual_seed(1))
+    module = Net(Attentive(), lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    strategy = HarmonyStrategy(device_memory="1MiB", num_microbatches=number, profile_cache=False)
+    harmony = train_harmony(module, samples, strategy, BATCH_SIZE, with_gradients=False, precision="bf16-mixed")
+    assert strategy.plan is not None
+    assert strategy.plan.predicted is not None
+    (peak,) = harmony.reports[-1].peak_device_bytes
+    (predicted,) = strategy.plan.predicted.peak_bytes
+    assert 0.6 * predicted < peak <= predicted
 
 
 def test_less_than_the_first_step_takes_is_refused_in_it() -> None:

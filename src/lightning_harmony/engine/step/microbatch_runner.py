@@ -162,10 +162,11 @@ class MicrobatchRunner:
         """Run all microbatches in the calling thread, as far as their losses, or from there on."""
         self._is_running_here = True
         try:
-            for progress in self._step.turns.running:
+            for progress in (running := self._step.turns.running):
                 if not progress.lane.finished:
                     self._run_here(progress)
-                    if progress.lane.finished:
+                    # Behind the last one, nothing would be left to measure.
+                    if progress.lane.finished and not all(each.lane.finished for each in running):
                         self._preparation.narrow()
         finally:
             self._is_running_here = False
