@@ -272,12 +272,13 @@ class Sharpened(torch.optim.Optimizer):
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in trained]))
         for p in trained:
-            self.state[p]["old"] = p.data.clone()
-            p.add_(p.grad * (0.05 / (norm + 1e-12)))
+            self.state[p]["old"] = p.data
+            p.data = p.data + p.grad * (0.05 / (norm + 1e-12))
         with torch.enable_grad():
             closure()
         for p in trained:
-            p.data = self.state[p]["old"]
+            # Each other's memory.
+            self.state[p]["old"].data, p.data = p.data, self.state[p]["old"].data
         self.base.step()
         return loss
 

@@ -115,12 +115,11 @@ def test_later_steps_fit_where_the_first_one_did(
     compare(plain, harmony)
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_what_layers_take_under_autocast_is_known_from_one_microbatch_too(number: int) -> None:
+def test_what_layers_take_under_autocast_is_known_from_one_microbatch_too() -> None:
     """Weights were let be narrow behind the only one, and what had been measured was forgotten: the plan kept all graphs."""
     samples = torch.randint(0, VOCABULARY, (NUM_STEPS * BATCH_SIZE, LENGTH), generator=torch.Generator().manual_seed(1))
     module = Net(Attentive(), lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
-    strategy = HarmonyStrategy(device_memory="1MiB", num_microbatches=number, profile_cache=False)
+    strategy = HarmonyStrategy(device_memory="1500KiB", num_microbatches=1, profile_cache=False)
     harmony = train_harmony(module, samples, strategy, BATCH_SIZE, with_gradients=False, precision="bf16-mixed")
     assert strategy.plan is not None
     assert strategy.plan.predicted is not None

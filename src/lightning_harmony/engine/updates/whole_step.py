@@ -139,7 +139,9 @@ class WholeStep:
         if _overlap(regions.items()):
             return False
         copies = _PASSING_COPIES + (0 if optimizer.state else _ASSUMED_COPIES)
-        if not self._take_memory(regions.values(), beside=copies * sum(each.nbytes for each in parameters)):
+        # Gradients that a closure makes come, too.
+        to_come = sum(each.nbytes for each in parameters if each.requires_grad and each.grad is None)
+        if not self._take_memory(regions.values(), to_come + copies * sum(each.nbytes for each in parameters)):
             return False
         assert self._buffer is not None
         self._stays = frozenset(id(each) for each in _held_by(optimizer) if not _is_on_host(each))
@@ -171,7 +173,7 @@ class WholeStep:
             if tensor not in parameters and (was_there if is_known else id(tensor) in loaded):
                 yield tensor
 
-    def _take_memory(self, regions: Iterable[_Region], *, beside: int) -> bool:
+    def _take_memory(self, regions: Iterable[_Region], beside: int) -> bool:
         num_bytes = 0
         for region in regions:
             region.offset = num_bytes
@@ -194,18 +196,24 @@ class WholeStep:
         if self._buffer is None:
             return
         held = [*_held_by(optimizer), *(each.grad for each in parameters_of(optimizer) if each.grad is not None)]
-        homes: dict[int, tuple[Tensor, Tensor]] = {}
-        for tensor, home, there in self._come:
-            # Code may have given it other memory.
-            if _address(tensor) != _address(there) and are_alike(tensor, there):
-                there.copy_(tensor)
-            if are_alike(tensor, there):
-                homes[id(tensor)] = tensor, home
+        homes = {id(tensor): (tensor, home) for tensor, home, there in self._come if are_alike(tensor, there)}
+        # Code may have given a tensor other memory. What it had may be something else's by now.
+        elsewhere = [each for each in self._come if each.tensor.data_ptr() != each.there.data_ptr()]
         for region in self._regions:
             region.host.copy_(self._there(region), non_blocking=True)
+        for tensor, home, _ in elsewhere:
+            if id(tensor) in homes:
+                home.copy_(tensor, non_blocking=True)
+        left_behind = {self._region_of(each.there).offset for each in elsewhere}
         made = {id(each): each for each in [*held, *(come.tensor for come in self._come)]}
         left = [each for key, each in made.items() if key not in homes and key not in self._stays]
-        homes.update((id(each), (each, self._alias(each))) for each in left if _address(each) == _address(self._buffer))
+        for tensor in left:
+            if _address(tensor) == _address(self._buffer):
+                region = self._region_of(tensor)
+                if region.offset in left_behind:
+                    tensor.data = tensor.detach().clone()
+                else:
+                    homes[id(tensor)] = tensor, _view(region.storage, region.start - region.offset, tensor)
         homes.update(self._take_home([each for each in left if id(each) not in homes and not _is_on_host(each)]))
         self._device.record().synchronize()
         for tensor, home in homes.values():
@@ -216,11 +224,10 @@ class WholeStep:
         self._traffic.count_out("optimizer", sum(region.stop - region.start for region in self._regions))
         self._buffer, self._regions, self._come = None, [], []
 
-    def _alias(self, tensor: Tensor) -> Tensor:
-        """The host's memory of a tensor that lies in what has come."""
+    def _region_of(self, tensor: Tensor) -> _Region:
+        """Where a tensor lies of what has come."""
         begin = tensor.storage_offset() * tensor.element_size()
-        region = next(each for each in reversed(self._regions) if each.offset <= begin)
-        return _view(region.storage, region.start - region.offset, tensor)
+        return next(each for each in reversed(self._regions) if each.offset <= begin)
 
     def _take_home(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """Begin to bring new tensors to the host: each, by its identity, with its memory there."""
