@@ -80,6 +80,10 @@ class DoesNotFit(Exception):
     """A batch does not fit in device memory beside the model. What its step did is undone."""
 
 
+class FitsInFewer(DoesNotFit):
+    """A batch fits, but should fit in fewer microbatches, too. What its step did is undone."""
+
+
 @dataclass
 class MemoryWatch:
     """Counts what a step takes on a device of limited capacity, and undoes the step if that is too much.
@@ -107,32 +111,39 @@ class MemoryWatch:
         """
         return self.device.capacity_bytes is None or num_elements(args) <= self._largest.get(name, -1)
 
-    def run(self, name: str, args: Any, step: Callable[[], Result]) -> Result:
+    def run(
+        self, name: str, args: Any, step: Callable[[], Result], stays: Callable[[int], bool] = lambda num_bytes: True
+    ) -> Result:
         """Run a step on a batch that may not fit, and undo it if it does not.
 
         Args:
             name: of the user's step.
             args: the batch, and more.
             step: runs it on that.
+            stays: whether a step that fits is not to be undone all the same, given the most bytes that it took.
 
         Raises:
             DoesNotFit: if there is no room for the batch.
+            FitsInFewer: if there is, and it does not stay.
             CapacityError: if there is none, and the step has changed parameters, of which nobody keeps a copy, or has taken
                 part in what other nodes do.
         """
         device, capacity = self.device, self.device.capacity_bytes
         assert capacity is not None
         before, parameters, collectives = Snapshot(self.trainer, [device], args), self._checksums(), num_collectives()
-        error: str | None = None
+        error, undone = "", DoesNotFit
         try:
             with self._counting() as most:
                 result = step()
-            if most() <= capacity:
+            if most() > capacity:
+                error = f"{format_bytes(most())} are needed"
+            elif not stays(most()):
+                undone = FitsInFewer
+            else:
                 self.peak_bytes = max(self.peak_bytes or 0, most())
                 self._largest[name] = num_elements(args)
                 before.let_go()
                 return result
-            error = f"{format_bytes(most())} are needed"
             # The device has had the room for it, but the user lets the process have less.
             del result
         except torch.OutOfMemoryError as shortage:
@@ -146,7 +157,7 @@ class MemoryWatch:
         changed = next((name for name, sums in parameters.items() if not all(map(torch.equal, sums, now[name]))), None)
         if changed is not None:
             raise self._cannot_undo(f"changes parameter {changed!r}", error)
-        raise DoesNotFit(
+        raise undone(
             f"a batch does not fit into {format_bytes(capacity)} beside {format_bytes(self.lasting.total)} of weights, "
             f"gradients and optimizer state ({error}){left}"
         )

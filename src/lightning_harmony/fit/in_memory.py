@@ -22,11 +22,12 @@ from lightning_harmony.engine.model.decompose import find_layers
 from lightning_harmony.engine.replicas.runs import Runs
 from lightning_harmony.engine.structures.nested import map_tensors
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
-from lightning_harmony.fit.device_memory import DoesNotFit, LastingBytes, MemoryWatch
+from lightning_harmony.fit.device_memory import DoesNotFit, FitsInFewer, LastingBytes, MemoryWatch
 from lightning_harmony.fit.spread import Spread
 from lightning_harmony.fit.training import DeferredBackward
 from lightning_harmony.fit.unchanged import UnchangedBatch
 from lightning_harmony.fit.user_steps import before_accumulation
+from lightning_harmony.microbatches.fewest import Fewest
 from lightning_harmony.microbatches.logs import MicrobatchLogs
 from lightning_harmony.microbatches.split_check import SplitCheck, found
 from lightning_harmony.plan.values.memory_size import format_bytes
@@ -101,20 +102,34 @@ class InMemory:
                 return self._run(args, kwargs, sizes, parts, False)
         if fits:
             return self._running(args, kwargs, sizes, parts)()
-        number = self._number
+        fewest: Fewest | None = None
         while True:
             try:
                 with self._keeping_gradients():
-                    result = self._watch.run(name, args, self._running(args, kwargs, sizes, parts))
+                    stays = (lambda num_bytes: True) if fewest is None else fewest.fits
+                    result = self._watch.run(name, args, self._running(args, kwargs, sizes, parts), stays)
                 break
+            except FitsInFewer:
+                pass
             except DoesNotFit:
-                if (more := self.split_check.more(args[0], len(sizes))) is None:
+                fewest = fewest or self._fewest(args[0], len(sizes))
+                if fewest is None or not fewest.fails():
                     raise
-                self._number = more
+            assert fewest is not None
+            self._number = fewest.number
             sizes, parts = self._split(args, kwargs)
-        if self._number != number:
+        if fewest is not None:
             self.tree.info(found(len(sizes)))
         return result
+
+    def _fewest(self, batch: Any, number: int) -> Fewest | None:
+        """What finds the fewest microbatches of a batch that fit, from some that do not; None if their number is given."""
+        samples = self.split_check.splitting.samples(batch) if self.settings.leaves_number else None
+        capacity = self.device.capacity_bytes
+        if samples is None or capacity is None:
+            return None
+        most = samples.number // self.split_check.least_samples
+        return Fewest(number, most, samples.number, self.lasting.total, capacity)
 
     def _split(self, args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any]]:
         """The samples of each microbatch of a batch, and the microbatches."""
