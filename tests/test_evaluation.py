@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.errors import CapacityError
 from support import nets
 from support.evaluating import BATCH_SIZE, NUM_BATCHES, TIGHT, Evaluated, batches
@@ -60,6 +61,30 @@ def test_a_batch_that_is_too_large_logs_and_returns_what_the_whole_would(
     # The last one fits as it is.
     assert whole == [64, 64, 64, 5]
     assert lengths == [8] * 24 + [5]
+
+
+class Looks(Model):
+    """Notes what weights may take of the device."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (device,) = self.trainer.strategy._swapped.engine.devices
+        self.limits.append(device.lasting_limit_bytes)
+        return self(batch)
+
+
+@pytest.mark.cpu
+def test_weights_that_come_ahead_leave_what_a_batch_takes_the_memory_that_it_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU's memory went from the one to the other and back with each layer."""
+    monkeypatch.setattr(VirtualDevice, "pools_apart", True)
+    module = Looks()
+    module.net, module.limits = nets.Language(num_blocks=8), []
+    trainer_for(harmony(device_memory="56KiB")).predict(module, DataLoader(nets.tokens(24), batch_size=8))
+    first, *others = module.limits
+    assert first is None
+    assert len(set(others)) == 1
+    assert 8 << 10 < others[0] < 48 << 10
 
 
 @pytest.mark.devices(1, 2)

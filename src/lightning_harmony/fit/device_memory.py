@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.fit.user_steps import num_elements
 from lightning_harmony.microbatches.collectives import num_collectives
+from lightning_harmony.microbatches.fewest import Fewest
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.updating.optimizer_state import ASSUMED_STATE_COPIES, expected_state_bytes
@@ -161,6 +163,43 @@ class MemoryWatch:
             f"a batch does not fit into {format_bytes(capacity)} beside {format_bytes(self.lasting.total)} of weights, "
             f"gradients and optimizer state ({error}){left}"
         )
+
+    def run_in_fewest(
+        self,
+        name: str,
+        args: Any,
+        run: Callable[[int | None], Result],
+        search: Callable[[int, int], Fewest | None],
+        keeping: Callable[[], AbstractContextManager[None]],
+    ) -> Result:
+        """Run a step on a batch in as many microbatches as fit.
+
+        Args:
+            name: of the user's step.
+            args: the batch, and more.
+            run: runs it in a number of microbatches; at first, given None, in as many as are known to do.
+            search: gives what finds the fewest that fit if those do not, by the bytes that last and the capacity; None if no
+                others may be tried.
+            keeping: gives the context of each attempt, which puts back what a failure leaves elsewhere.
+
+        Raises:
+            DoesNotFit: if there is room for none.
+            CapacityError: as of `run`.
+        """
+        fewest, number = None, None
+        assert self.device.capacity_bytes is not None
+        while True:
+            try:
+                with keeping():
+                    stays = (lambda num_bytes: True) if fewest is None else fewest.fits
+                    return self.run(name, args, partial(run, number), stays)
+            except FitsInFewer:
+                assert fewest is not None
+            except DoesNotFit:
+                fewest = fewest or search(self.lasting.total, self.device.capacity_bytes)
+                if fewest is None or not fewest.fails():
+                    raise
+            number = fewest.number
 
     @contextmanager
     def _counting(self) -> Iterator[Callable[[], int]]:

@@ -22,12 +22,11 @@ from lightning_harmony.engine.model.decompose import find_layers
 from lightning_harmony.engine.replicas.runs import Runs
 from lightning_harmony.engine.structures.nested import map_tensors
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
-from lightning_harmony.fit.device_memory import DoesNotFit, FitsInFewer, LastingBytes, MemoryWatch
+from lightning_harmony.fit.device_memory import LastingBytes, MemoryWatch
 from lightning_harmony.fit.spread import Spread
 from lightning_harmony.fit.training import DeferredBackward
 from lightning_harmony.fit.unchanged import UnchangedBatch
 from lightning_harmony.fit.user_steps import before_accumulation
-from lightning_harmony.microbatches.fewest import Fewest
 from lightning_harmony.microbatches.logs import MicrobatchLogs
 from lightning_harmony.microbatches.split_check import SplitCheck, found
 from lightning_harmony.plan.values.memory_size import format_bytes
@@ -48,8 +47,7 @@ class InMemory:
     Several devices take turns in them, each with a copy of the model.
 
     Where the device has a capacity, a batch that is larger than all before it runs under watch: if it does not fit, all that
-    its step changed is undone, and it runs in more microbatches. Where their number is given, or none fits, `DoesNotFit` is
-    raised.
+    its step changed is undone, and it runs in more microbatches. If their number is given, or none fits, `DoesNotFit` is raised.
 
     Attributes:
         devices: the first of them is where the model is.
@@ -102,34 +100,17 @@ class InMemory:
                 return self._run(args, kwargs, sizes, parts, False)
         if fits:
             return self._running(args, kwargs, sizes, parts)()
-        fewest: Fewest | None = None
-        while True:
-            try:
-                with self._keeping_gradients():
-                    stays = (lambda num_bytes: True) if fewest is None else fewest.fits
-                    result = self._watch.run(name, args, self._running(args, kwargs, sizes, parts), stays)
-                break
-            except FitsInFewer:
-                pass
-            except DoesNotFit:
-                fewest = fewest or self._fewest(args[0], len(sizes))
-                if fewest is None or not fewest.fails():
-                    raise
-            assert fewest is not None
-            self._number = fewest.number
-            sizes, parts = self._split(args, kwargs)
-        if fewest is not None:
-            self.tree.info(found(len(sizes)))
-        return result
 
-    def _fewest(self, batch: Any, number: int) -> Fewest | None:
-        """What finds the fewest microbatches of a batch that fit, from some that do not; None if their number is given."""
-        samples = self.split_check.splitting.samples(batch) if self.settings.leaves_number else None
-        capacity = self.device.capacity_bytes
-        if samples is None or capacity is None:
-            return None
-        most = samples.number // self.split_check.least_samples
-        return Fewest(number, most, samples.number, self.lasting.total, capacity)
+        def run(number: int | None) -> Any:
+            if number is not None:
+                self._number = number
+            return self._running(args, kwargs, *self._split(args, kwargs))()
+
+        search = partial(self.split_check.fewest, args[0], len(sizes))
+        result = self._watch.run_in_fewest(name, args, run, search, self._keeping_gradients)
+        if self._num_microbatches != len(sizes):
+            self.tree.info(found(self._num_microbatches))
+        return result
 
     def _split(self, args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any]]:
         """The samples of each microbatch of a batch, and the microbatches."""
@@ -174,11 +155,7 @@ class InMemory:
             layer._compiled_call_impl = None
 
     def locked(self, batch: Any) -> Any:
-        """A batch in page-locked memory where several devices run it.
-
-        A copy from other memory waits for all that was launched before. The host would launch each step when the one before
-        has ended, and the last device would wait for it the longest.
-        """
+        """A batch in page-locked memory where several devices run it: a copy from other memory waits for all launched work."""
         return batch if self._spread is None else map_tensors(_locked, batch)
 
     def report(self, reports: StepReports) -> None:

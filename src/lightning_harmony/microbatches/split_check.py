@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.errors import CapacityError
+from lightning_harmony.microbatches.fewest import Fewest
 from lightning_harmony.microbatches.separability import explain_difference
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.splitting import Samples, Splitting
@@ -67,15 +68,19 @@ class SplitCheck:
         """The model is set up."""
         self.least_samples = 2 if batch_norms(self.trainer.lightning_module) else 1
 
-    def more(self, batch: Any, number: int) -> int | None:
-        """Into how many microbatches to split a batch that does not fit in some; None if nothing may, or nothing can.
+    def fewest(self, batch: Any, number: int, lasting_bytes: int = 0, capacity: int = 0) -> Fewest | None:
+        """What finds the fewest microbatches of a batch that fit, from some that do not; None if their number is given.
 
         Args:
             batch: which one.
             number: of the microbatches that it was split into.
+            lasting_bytes: what the device holds whatever their number.
+            capacity: bytes that a step may take.
         """
         samples = self.splitting.samples(batch) if self.settings.leaves_number else None
-        return None if samples is None or samples.number // self.least_samples <= number else 2 * number
+        if samples is None:
+            return None
+        return Fewest(number, samples.number // self.least_samples, samples.number, lasting_bytes, capacity)
 
     def split(self, args: Any, kwargs: Any, number: int) -> tuple[tuple[int, ...], list[Any]]:
         """The samples of each microbatch of a batch that is about to run, and the microbatches.

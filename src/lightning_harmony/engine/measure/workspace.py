@@ -64,6 +64,14 @@ class WorkSpace:
         work = self._work[phase]
         return max(work[layer.index] for layer in layers)
 
+    def passing_bytes(self, device: int) -> int:
+        """The most that one microbatch was seen to have on a device in its forward, beside the state of layers."""
+        work = self._work[Phase.FORWARD]
+        return max(
+            (found + work[index] for index, (found, _, there) in self._found[Phase.FORWARD].items() if there == device),
+            default=0,
+        )
+
     def graph_bytes(self, layers: Iterable[SwappedLayer]) -> int:
         """What the graphs of all calls of some layers take together, for one microbatch."""
         return sum(self._graphs[layer.index] * max(self._uses[layer.index], 1) for layer in layers)

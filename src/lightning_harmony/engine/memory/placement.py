@@ -9,6 +9,7 @@ from itertools import chain
 from torch import nn
 
 from lightning_harmony.engine.lanes.lane import current_lane
+from lightning_harmony.engine.measure.workspace import WorkSpace
 from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
@@ -71,16 +72,28 @@ class Placement:
                     layer.read_wide.clear()
         return has_widened
 
+    def begin_step(self, work: WorkSpace | None) -> None:
+        """Bound what lasts on devices, so that it leaves its memory to what passes, where that has a pool of its own.
+
+        Args:
+            work: what microbatches were seen to take that go forward alone; None for a step by the plan, which knows.
+        """
+        for number, (residents, limit) in enumerate(zip(self.residents, self._limits, strict=True)):
+            device, bound = residents.device, limit
+            if work is not None:
+                passing, capacity = work.passing_bytes(number), device.capacity_bytes
+                bound = capacity - passing if passing and capacity is not None and device.pools_apart else None
+            device.lasting_limit_bytes = bound
+
     def use(self, plan: Plan, layers: Sequence[SwappedLayer]) -> None:
         """Place these layers by a plan from now on."""
-        self.plan = plan
+        self.plan, self._limits = plan, lasting_limits(plan)
         by_name = {layer.name: layer for layer in layers}
         packs = [[by_name[name] for name in pack] for pack in plan.packs]
         # Anew even where they are the same: their weights may be narrow by now.
-        for residents, moves, limit in zip(self.residents, weight_moves(plan), lasting_limits(plan), strict=True):
+        for residents, moves in zip(self.residents, weight_moves(plan), strict=True):
             residents.packs = [SwappedPack(index, layers, self._store) for index, layers in enumerate(packs)]
             residents.agenda.use(plan, moves)
-            residents.device.lasting_limit_bytes = limit
         self.pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
         having: dict[BufferKey, list[int]] = defaultdict(list)
         for pack in self.packs:

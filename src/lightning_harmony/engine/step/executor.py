@@ -257,6 +257,7 @@ class Executor:
             self.updater.postponed.finish()
         step.in_backward = False
         self._model.begin_step(is_training=is_training, runtime=self._runtime)
+        self._placement.begin_step(None if is_training else self._observer.works[False])
         for residents in self._placement.residents:
             residents.agenda.follows_moves = is_alone or not step.is_sequential
             for pack in residents.packs:
