@@ -29,7 +29,7 @@ import torch
 from gpu_time import GpuTime
 from host_time import HostTime
 from models import MODELS, Subject
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 GIB = 2**30
@@ -119,7 +119,8 @@ class Module(pl.LightningModule):
         self.net = subject.build(options.layers, torch.bfloat16 if narrow else torch.float32)
         self._subject, self._fused = subject, options.fused or None
         if options.checkpointing:
-            self.net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            for each in self.net.values() if isinstance(self.net, nn.ModuleDict) else [self.net]:
+                each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if options.lora:
             import peft
 

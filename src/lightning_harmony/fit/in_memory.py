@@ -47,7 +47,7 @@ class InMemory:
     Several devices take turns in them, each with a copy of the model.
 
     Where the device has a capacity, a batch that is larger than all before it runs under watch: if it does not fit, all that
-    its step changed is undone, and it runs in more microbatches. If their number is given, or none fits, `DoesNotFit` is raised.
+    its step changed is undone, and it runs in more microbatches. If none fit, `DoesNotFit` is raised.
 
     Attributes:
         devices: the first of them is where the model is.
