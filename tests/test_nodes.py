@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,25 @@ from support import on_nodes
 from support.on_nodes import CASES, NODES, SECONDS
 from support.same_training import root
 
+Start = Callable[..., list[subprocess.Popen[str]]]
 
-def start(folder: Path, *names: str, nodes: int = NODES) -> list[subprocess.Popen[str]]:
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts processes, none of which outlives its test."""
+    with ExitStack() as started:
+
+        def start_some(*names: str, nodes: int = NODES) -> list[subprocess.Popen[str]]:
+            processes = processes_of(tmp_path, names, nodes)
+            for process in processes:
+                started.enter_context(process)
+                started.callback(process.kill)
+            return processes
+
+        yield start_some
+
+
+def processes_of(folder: Path, names: Sequence[str], nodes: int) -> list[subprocess.Popen[str]]:
     """The processes that `torchrun --nnodes=2 --nproc-per-node=1` starts on two machines."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -60,8 +79,8 @@ def start(folder: Path, *names: str, nodes: int = NODES) -> list[subprocess.Pope
     ]
 
 
-def test_nodes_train_as_with_ddp(tmp_path: Path) -> None:
-    processes = start(tmp_path, *CASES)
+def test_nodes_train_as_with_ddp(start: Start, tmp_path: Path) -> None:
+    processes = start(*CASES)
     printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * NODES, "\n".join(printed)[-5000:]
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(NODES)]
@@ -100,8 +119,8 @@ def _update(name: str, *, is_swapped: bool) -> str:
     )
 
 
-def test_sums_of_three_nodes_do_not_depend_on_their_plans(tmp_path: Path) -> None:
-    processes = start(tmp_path, "of three", nodes=3)
+def test_sums_of_three_nodes_do_not_depend_on_their_plans(start: Start, tmp_path: Path) -> None:
+    processes = start("of three", nodes=3)
     printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 3, "\n".join(printed)[-5000:]
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True)["of three"] for rank in range(3)]
@@ -122,36 +141,32 @@ def test_sums_of_three_nodes_do_not_depend_on_their_plans(tmp_path: Path) -> Non
         ("DyingInBackward", 1, ""),
     ],
 )
-def test_a_node_that_fails_ends_the_others(case: str, failing: int, cause: str, tmp_path: Path) -> None:
-    processes = start(tmp_path, case)
+def test_a_node_that_fails_ends_the_others(case: str, failing: int, cause: str, start: Start) -> None:
+    processes = start(case)
     printed = [process.communicate(timeout=60)[0] for process in processes]
     assert cause in printed[failing]
     assert "where one has failed, its own output says why" in printed[1 - failing]
     assert all(process.returncode != 0 for process in processes)
 
 
-def test_where_a_node_fails_in_its_update_no_node_makes_a_checkpoint(tmp_path: Path) -> None:
-    processes = start(tmp_path, "FailingInUpdate")
+def test_where_a_node_fails_in_its_update_no_node_makes_a_checkpoint(start: Start) -> None:
+    processes = start("FailingInUpdate")
     printed = [process.communicate(timeout=60)[0] for process in processes]
     assert "a node fails in its update" in printed[1]
     assert "where one has failed, its own output says why" in printed[0]
     assert not any("a checkpoint would be made" in each for each in printed)
 
 
-def test_a_node_that_handles_its_error_ends_the_others(tmp_path: Path) -> None:
-    first, second = start(tmp_path, "GoingOn")
-    try:
-        printed, _ = first.communicate(timeout=60)
-        assert "the backward of one of them has failed" in printed
-        assert first.returncode != 0
-        assert second.poll() is None
-    finally:
-        second.kill()
-        second.communicate()
+def test_a_node_that_handles_its_error_ends_the_others(start: Start) -> None:
+    first, second = start("GoingOn")
+    printed, _ = first.communicate(timeout=60)
+    assert "the backward of one of them has failed" in printed
+    assert first.returncode != 0
+    assert second.poll() is None
 
 
-def test_one_of_three_nodes_that_dies_ends_both_others(tmp_path: Path) -> None:
-    processes = start(tmp_path, "DyingInBackward", nodes=3)
+def test_one_of_three_nodes_that_dies_ends_both_others(start: Start) -> None:
+    processes = start("DyingInBackward", nodes=3)
     printed = [process.communicate(timeout=60)[0] for process in processes]
     assert all("where one has failed, its own output says why" in printed[node] for node in (0, 2))
 
