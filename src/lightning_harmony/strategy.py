@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -77,6 +78,7 @@ class StrategyMixin(WholeStates):
         offload_dir: a folder on a fast disk, where optimizer state lives that the host has no room for.
         cuda_graphs: whether layers are recorded as CUDA graphs on GPUs, so that their code runs once a step and no longer for
             each microbatch. Results have the same bits.
+        timeout: how long a machine waits for others.
     """
 
     strategy_name = "harmony"
@@ -100,6 +102,7 @@ class StrategyMixin(WholeStates):
         profile_cache: bool | str | Path = True,
         offload_dir: str | Path | None = None,
         cuda_graphs: bool = True,
+        timeout: timedelta = timedelta(minutes=30),
         *,
         # Of either tree: LightningCLI would refuse those of the one that a type named.
         accelerator: Any = None,
@@ -144,6 +147,9 @@ class StrategyMixin(WholeStates):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        if not isinstance(timeout, timedelta):
+            raise ValueError(f"HarmonyStrategy(timeout={timeout!r}): a datetime.timedelta is needed")
+        self.timeout = timeout
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -202,7 +208,7 @@ class StrategyMixin(WholeStates):
             refuse_batch_norm_over_nodes(compat.layer_sync(self))
             take_from_first_node([*self._module.parameters(), *self._module.buffers()], self.root_device)
             # All nodes make it at this time.
-            self._division = Division(exchange_of(self.root_device))
+            self._division = Division(exchange_of(self.root_device, self.timeout))
         self.model = self.precision_plugin.convert_module(self.model)
         devices = self._settings.open_devices(self._torch_devices)
         trains, has_optimizers = trainer.state.fn == "fit", False

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,9 @@ def train_epoch(case: Case, way: str, folder: Path, number_of_epoch: int) -> dic
         if memory is not None and torch.cuda.is_available():
             # A GPU has no room for its libraries in so little.
             memory, harmony.fits = "1GiB", lambda *args: False
-        strategy = HarmonyStrategy(device_memory=memory, num_microbatches=number, profile_cache=False)
+        # On GPUs, that a process has ended shows when this is over.
+        timeout = timedelta(seconds=20 if issubclass(case.kind, DyingInBackward) else SECONDS)
+        strategy = HarmonyStrategy(memory, number, profile_cache=False, timeout=timeout)
         if way == "with a disk":
             strategy = HarmonyStrategy(memory, number, profile_cache=False, offload_dir=folder)
     seen = Seen()

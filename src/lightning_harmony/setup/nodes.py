@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, distributed
 from typing_extensions import override
 
 from lightning_harmony.engine.nodes.division import Division
-from lightning_harmony.engine.nodes.exchange import TIMEOUT
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.refusals import refuse_other_processes
 
@@ -25,6 +25,7 @@ class Nodes(_Base):
     """A strategy of one process on each node, to whose code all devices of that are one."""
 
     num_nodes: int = 1
+    timeout: timedelta
     _devices: list[torch.device]
     # Whether a backward that comes leaves gradients of this node alone: others are added to them before the node averages.
     _is_accumulating: bool = False
@@ -114,7 +115,7 @@ class Nodes(_Base):
         if self.is_distributed:
             # Gradients of layers that are swapped, and what Lightning sends beside tensors, are on the host.
             backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
-            compat.meet_other_processes(self.cluster_environment, backend, timeout=TIMEOUT)
+            compat.meet_other_processes(self.cluster_environment, backend, timeout=self.timeout)
 
     # ---- what nodes have in common -------------------------------------------------------------------------------------
 

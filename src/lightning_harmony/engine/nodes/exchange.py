@@ -13,8 +13,6 @@ from torch import Tensor, distributed
 
 from lightning_harmony.engine.replicas.flat_pieces import in_pieces
 
-# How long a node waits for the others: to plan a step, and to make page-locked buffers, takes some of them longer.
-TIMEOUT = timedelta(minutes=30)
 # What is sent at once. One piece is added up while the next one comes.
 _PIECE_BYTES = 16 << 20
 
@@ -29,6 +27,7 @@ class Exchange:
 
     Args:
         device: where gradients are added up: over GPUs, nodes are faster connected than over hosts.
+        timeout: how long a node waits for the others: to plan a step, and to make page-locked buffers, takes some longer.
 
     Attributes:
         rank: the number of this node.
@@ -36,10 +35,10 @@ class Exchange:
         group: of the processes that exchange.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeout: timedelta) -> None:
         self._device = device
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        self.group = distributed.new_group(backend=backend, timeout=TIMEOUT)
+        self.group = distributed.new_group(backend=backend, timeout=timeout)
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._sent_bytes = 0
@@ -224,11 +223,11 @@ class Exchange:
 _known: dict[torch.device, tuple[Any, Exchange]] = {}
 
 
-def exchange_of(device: torch.device) -> Exchange:
+def exchange_of(device: torch.device, timeout: timedelta) -> Exchange:
     """The exchange between the processes that have met. All of them ask for the first one at the same time."""
     world = distributed.group.WORLD
     if device not in _known or _known[device][0] is not world:
-        _known[device] = world, Exchange(device)
+        _known[device] = world, Exchange(device, timeout)
     return _known[device][1]
 
 
