@@ -7,6 +7,8 @@ share it there, too.
 
 from __future__ import annotations
 
+import dis
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -104,15 +106,17 @@ class WholeStep:
         Raises:
             CapacityError: if there is no room behind a closure, where there was some before.
         """
-        arguments = () if closure is None else (closure,)
-        if not self._begin(optimizer):
-            return step(*arguments)
+        if closure is None:
+            if not self._begin(optimizer):
+                return step()
+        elif not (waits := _asks_first(step)) and not self._begin(optimizer):
+            return step(closure)
 
         def apart() -> Any:
-            self._end(optimizer)
             assert closure is not None
+            self._end(optimizer)
             result = closure()
-            if not self._begin(optimizer):
+            if not self._begin(optimizer) and not waits:
                 raise CapacityError(
                     f"{type(optimizer).__name__} steps on the device as a whole, which has less room behind the closure of a "
                     'step than before: let it step on the host, with HarmonyStrategy(update_on="host")'
@@ -120,7 +124,7 @@ class WholeStep:
             return result
 
         try:
-            return step(*(apart for _ in arguments))
+            return step() if closure is None else step(apart)
         finally:
             self._end(optimizer)
 
@@ -242,6 +246,19 @@ class WholeStep:
             begin += _aligned_bytes(there)
         self._traffic.count_out("optimizer", begin)
         return ((id(each), (each, _view(homes[_address(each)], 0, each))) for each in tensors)
+
+
+def _asks_first(step: Any) -> bool:
+    """Whether the code of a step has its closure run before it looks at anything of the optimizer's."""
+    code = getattr(inspect.unwrap(step), "__code__", None)
+    if code is None or code.co_argcount < 2:
+        return False
+    own, closure = code.co_varnames[:2]
+    names = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD_FAST")]
+    loaded = [name for each in names for name in (each if isinstance(each, tuple) else (each,))]
+    if closure not in loaded or {own, closure} & {*code.co_cellvars}:
+        return False
+    return own not in loaded[: len(loaded) - loaded[::-1].index(closure)]
 
 
 def _is_on_host(tensor: Tensor) -> bool:
