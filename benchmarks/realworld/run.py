@@ -119,7 +119,8 @@ class Module(pl.LightningModule):
         self.net = subject.build(options.layers, torch.bfloat16 if narrow else torch.float32)
         self._subject, self._fused = subject, options.fused or None
         if options.checkpointing:
-            for each in self.net.values() if isinstance(self.net, nn.ModuleDict) else [self.net]:
+            nets: list[Any] = [*self.net.values()] if isinstance(self.net, nn.ModuleDict) else [self.net]
+            for each in nets:
                 each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if options.lora:
             import peft

@@ -140,7 +140,7 @@ class InMemory:
         capacity = self.device.capacity_bytes
         room = "without a limit" if capacity is None else f"of {format_bytes(capacity)}"
         number = len(self.devices)
-        runs = "whole" if number == 1 else f"in {number} microbatches, one for each device,"
+        runs = "whole if it fits" if number == 1 else f"in {number} microbatches, one for each device,"
         self.tree.show(
             f"Harmony: {format_bytes(self.lasting.total)} of weights, gradients and optimizer state fit on a "
             f"{self.device.torch_device.type} device {room}. Nothing is swapped; a batch runs {runs} unless "

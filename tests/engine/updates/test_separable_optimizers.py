@@ -99,3 +99,12 @@ class TestWatcherOf:
         finally:
             handle.remove()
         assert watcher_of(optimizer) is None
+
+    def test_an_optimizer_that_wraps_another_may_have_no_hooks(self) -> None:
+        """Lookahead's does not call the constructor of its base: it ended with an AttributeError."""
+
+        class Wrapper(Optimizer):
+            def __init__(self, inner: Optimizer) -> None:
+                self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+        assert watcher_of(Wrapper(SGD(some_parameters(1)))) is None

@@ -57,7 +57,8 @@ def watcher_of(optimizer: Optimizer) -> str | None:
     name = type(optimizer).__name__
     if type(optimizer) in SEPARABLE and _zeroes_otherwise(optimizer):
         return f"{name}.zero_grad is replaced by a function of its own"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    # One that wraps another may have none of its own.
+    if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
         return f"{name} has step hooks"
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return "step hooks are registered for all optimizers"
