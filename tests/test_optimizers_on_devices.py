@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine.updates import streamed_update, update_stage, whole_step
+from lightning_harmony.engine.updates import separable_optimizers, streamed_update, update_stage, whole_step
 from support import nets, same_training
 from support.same_training import SEED, Net, assert_same_training, compare, train_harmony, train_plain, trainer_for
 from support.sampling import combined
@@ -136,7 +136,7 @@ def updated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     update = streamed_update.StreamedUpdate.update
 
     def watched(self: Any, share: Any, *args: Any, **options: Any) -> None:
-        found.append(share.kind.__name__)
+        found.append(type(share.optimizer).__name__)
         update(self, share, *args, **options)
 
     monkeypatch.setattr(streamed_update.StreamedUpdate, "update", watched)
@@ -311,6 +311,19 @@ def test_an_optimizer_that_nobody_knows_steps_as_a_whole_on_the_device(
     )
     assert updated == []
     assert set(came) == {has_room}
+
+
+@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.05}], ids=["", "clipped"])
+def test_an_optimizer_of_a_library_that_updates_each_element_by_itself_does_so_in_pieces(
+    clip: dict[str, Any], updated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to step as a whole, on the host where that has no room on the device."""
+    monkeypatch.setattr(separable_optimizers, "is_installed", lambda kind: True)
+    monkeypatch.delitem(separable_optimizers._GENUINE, Lion, raising=False)
+    assert_same_training(
+        build("of one's own"), nets.tokens(), device_memory=CAPACITY, updates=("just in time",), **clip
+    )
+    assert set(updated) == {"Lion"}
 
 
 @pytest.mark.parametrize("hooked", ["before", "behind", "of all"])

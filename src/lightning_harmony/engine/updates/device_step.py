@@ -6,21 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.model.host_store import ALIGNMENT
 from lightning_harmony.engine.structures.strides import is_dense
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share, States
-from lightning_harmony.engine.updates.separable_optimizers import step_unheard
-
-# Optimizers that update each element from its own gradient and state alone: a large parameter is updated in ranges.
-_ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-    )
-)  # fmt: skip
+from lightning_harmony.engine.updates.separable_optimizers import is_elementwise, step_unheard
 
 
 @dataclass(frozen=True)
@@ -112,7 +103,7 @@ def may_be_cut(share: Share, parameter: nn.Parameter) -> bool:
     """Whether a parameter's elements are updated one by one, with all that belongs to them in the same place."""
     tensors = [share.gradients[parameter], *share.state(parameter).values()]
     return (
-        share.kind in _ELEMENTWISE
+        is_elementwise(share.optimizer)
         and is_dense(parameter)
         and all(
             value.shape == parameter.shape and value.stride() == parameter.stride()

@@ -55,16 +55,15 @@ class Share:
         groups: the parameters, with the number of the group that each is in.
 
     Attributes:
-        kind: of the optimizer.
+        optimizer: whose.
         gradients: of the parameters that have one, wherever it is: nobody else takes these away.
         masters: parameters that are on a device already, as they are on the host.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Mapping[nn.Parameter, int]) -> None:
-        self.kind = type(optimizer)
+        self.optimizer = optimizer
         self.gradients: dict[nn.Parameter, Tensor] = {p: p.grad for p in groups if p.grad is not None}
         self.masters: dict[nn.Parameter, Tensor] = {}
-        self._optimizer = optimizer
         self._stand_ins = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in groups}
         self._twin = twin_of(optimizer, groups, self._stand_ins)
         self._groups = {parameter: optimizer.param_groups[number] for parameter, number in groups.items()}
@@ -110,7 +109,7 @@ class Share:
         """Let the optimizer have the state that steps have made."""
         for parameter, stand_in in self._stand_ins.items():
             if self._twin.state.get(stand_in):
-                self._optimizer.state[parameter] = self._twin.state[stand_in]
+                self.optimizer.state[parameter] = self._twin.state[stand_in]
 
 
 def twin_of(

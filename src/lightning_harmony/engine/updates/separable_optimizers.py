@@ -6,11 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lightning_harmony.engine.updates.optimizer_trial import Separability, is_installed, try_out
 
 # Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
 # step. (LBFGS is not one: it searches along all parameters together.)
@@ -24,6 +27,8 @@ SEPARABLE = frozenset(
 )  # fmt: skip
 
 
+# Those that update each element from its own gradient and state alone: a large parameter is updated in ranges.
+_ELEMENTWISE = frozenset(kind for kind in SEPARABLE if kind.__name__ not in ("Adafactor", "Muon"))
 # Those whose state has no numbers.
 _WITHOUT_NUMBERS = frozenset(kind for kind in SEPARABLE if kind.__name__ in ("SGD", "Muon"))
 # What torch puts around the step of a class when the first optimizer of it is made.
@@ -38,14 +43,33 @@ def _steps_of(kind: type[Optimizer]) -> tuple[Any, Any]:
     return step, kind.zero_grad
 
 
-# As torch has them, whatever replaces them later.
+# As torch has them, and libraries, whatever replaces them later.
 _GENUINE = {kind: _steps_of(kind) for kind in SEPARABLE}
+# Of optimizers of libraries.
+_tried: WeakKeyDictionary[Optimizer, Separability] = WeakKeyDictionary()
+
+
+def _try_once(optimizer: Optimizer) -> Separability:
+    """What was found of an optimizer that is not torch's."""
+    found, kind = _tried.get(optimizer), type(optimizer)
+    if found is None:
+        found = Separability(of_parameters=False, of_elements=False)
+        if is_installed(kind) and kind.zero_grad is Optimizer.zero_grad:
+            _GENUINE.setdefault(kind, _steps_of(kind))
+            found = try_out(optimizer, step_unheard)
+        _tried[optimizer] = found
+    return found
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer that `why_not_separable` finds nothing against updates each element by itself."""
+    return type(optimizer) in _ELEMENTWISE or (type(optimizer) not in SEPARABLE and _try_once(optimizer).of_elements)
 
 
 def why_not_separable(optimizer: Optimizer) -> str | None:
     """The reason why an optimizer can't step pack by pack; None if it can."""
     name = type(optimizer).__name__
-    if type(optimizer) not in SEPARABLE:
+    if type(optimizer) not in SEPARABLE and not _try_once(optimizer).of_parameters:
         return f"{name} is not known to update each parameter on its own"
     if _has_other_step(optimizer):
         return f"{name}.step is replaced by a function of its own"
@@ -55,7 +79,7 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
 def watcher_of(optimizer: Optimizer) -> str | None:
     """What sees gradients and parameters where an optimizer steps, or instead of being zeroed; None if nothing does."""
     name = type(optimizer).__name__
-    if type(optimizer) in SEPARABLE and _zeroes_otherwise(optimizer):
+    if type(optimizer) in _GENUINE and _zeroes_otherwise(optimizer):
         return f"{name}.zero_grad is replaced by a function of its own"
     # One that wraps another may have none of its own.
     if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):

@@ -262,6 +262,11 @@ class Stage:
             pairs.append((part.of(home), value))
             if part.is_last:
                 share.state(part.parameter)[name] = home
+        for parameter in {part.parameter for part, _, _ in new if part.is_last}:
+            # In the order in which the step has made it.
+            own = share.state(parameter)
+            for name in [name for name in states[parameter] if name in own]:
+                own[name] = own.pop(name)
         return pairs
 
     def _bring_home(self, share: Share, parts: Sequence[Part]) -> None:

@@ -1,0 +1,165 @@
+"""Optimizers of libraries are tried out: which update each parameter, or each element, from its own alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from lightning_harmony.engine.updates import separable_optimizers
+from lightning_harmony.engine.updates.optimizer_trial import is_installed
+from lightning_harmony.engine.updates.separable_optimizers import is_elementwise, why_not_separable
+
+
+class Own(Optimizer):
+    """A moment, and its sign."""
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
+        return None
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["step"], state["moment"] = 0, torch.zeros_like(parameter)
+        state["step"] += 1
+        state["moment"].mul_(0.9).add_(gradient, alpha=0.1)
+        parameter.add_(state["moment"].sign(), alpha=-group["lr"])
+
+
+class ByNorm(Own):
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(parameter, gradient / (1 + gradient.norm()), state, group)
+
+
+class ByShape(Own):
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(parameter, gradient * parameter.dim(), state, group)
+
+
+class Clips(Own):
+    """Looks at all gradients, but does nothing to those that are small."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 1000.0)
+        return super().step(closure)
+
+
+class Counts(Own):
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        return super().step(closure)
+
+
+class CountsInGroup(Own):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+class Remembers(Own):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.seen: list[int] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen.append(1)
+        return super().step(closure)
+
+
+class Draws(Own):
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(parameter, gradient + torch.randn_like(gradient), state, group)
+
+
+class HasModule(Own):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.module = nn.Linear(2, 2)
+
+
+class Fails(Own):
+    def update(self, *args: Any) -> None:
+        raise RuntimeError("only on a GPU")
+
+
+class Zeroes(Own):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Leaves all gradients."""
+
+
+@pytest.fixture
+def of_a_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    known = dict(separable_optimizers._GENUINE)
+    monkeypatch.setattr(separable_optimizers, "is_installed", lambda kind: True)
+    yield
+    separable_optimizers._GENUINE.clear()
+    separable_optimizers._GENUINE.update(known)
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(6, 5), (200, 3), (7,), (7,), ()]
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+@pytest.mark.usefixtures("of_a_library")
+@pytest.mark.parametrize(("kind", "elementwise"), [(Own, True), (ByNorm, False), (ByShape, False)])
+def test_who_looks_at_one_parameter_at_a_time_is_found(kind: type[Own], elementwise: bool) -> None:
+    optimizer = kind([{"params": (trained := parameters())[:2], "lr": 0.2}, {"params": trained[2:]}])
+    before, state = copy.deepcopy(trained), torch.get_rng_state()
+    assert why_not_separable(optimizer) is None
+    assert is_elementwise(optimizer) is elementwise
+    torch.testing.assert_close(trained, before, rtol=0, atol=0)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not optimizer.state
+
+
+@pytest.mark.usefixtures("of_a_library")
+@pytest.mark.parametrize(
+    "kind", [Clips, Counts, CountsInGroup, Remembers, Draws, HasModule, Fails, Zeroes], ids=lambda kind: kind.__name__
+)
+def test_who_looks_at_all_or_changes_anything_else_steps_as_a_whole(kind: type[Own]) -> None:
+    optimizer = kind(parameters())
+    before = repr(vars(optimizer))
+    assert why_not_separable(optimizer) == f"{kind.__name__} is not known to update each parameter on its own"
+    assert repr(vars(optimizer)) == before
+
+
+def test_a_class_of_the_users_own_is_not_tried() -> None:
+    """It may print, or count elsewhere: nobody is to see that its code runs more often."""
+    calls: list[int] = []
+
+    class Prints(SGD):
+        def step(self, closure: Any = None) -> Any:
+            calls.append(1)
+            return super().step(closure)
+
+    assert not is_installed(Prints)
+    assert is_installed(Adam)
+    assert why_not_separable(Prints(parameters(), lr=0.1)) is not None
+    assert calls == []
+
+
+@pytest.mark.usefixtures("of_a_library")
+def test_a_step_that_is_replaced_is_seen_as_with_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = Own(parameters())
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert why_not_separable(optimizer) is None
+    monkeypatch.setattr(optimizer, "step", lambda *_: None)
+    assert why_not_separable(optimizer) == "Own.step is replaced by a function of its own"
