@@ -313,6 +313,20 @@ def test_an_optimizer_that_nobody_knows_steps_as_a_whole_on_the_device(
     assert set(came) == {has_room}
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_step_for_which_a_gpu_has_no_room_is_told_once(
+    has_room: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(streamed_update.StreamedUpdate, "spares_the_bus", True)
+    if not has_room:
+        monkeypatch.setattr(whole_step, "_PASSING_COPIES", 1e9)
+    trainer = trainer_for(HarmonyStrategy(device_memory="1MiB", num_microbatches=1), 4, [])
+    trainer.fit(build("LBFGS"), DataLoader(nets.tokens(), batch_size=8))
+    said = [str(each.message) for each in recwarn if "steps as a whole" in str(each.message)]
+    assert len(said) == (0 if has_room else 1)
+
+
 @pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.05}], ids=["", "clipped"])
 def test_an_optimizer_of_a_library_that_updates_each_element_by_itself_does_so_in_pieces(
     clip: dict[str, Any], updated: list[str], monkeypatch: pytest.MonkeyPatch

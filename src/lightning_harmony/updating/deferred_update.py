@@ -33,6 +33,7 @@ class DeferredUpdate:
         self.may_wait = False
         self._engine = engine
         self._clip: Clip | None = None
+        self._has_warned = False
 
     @contextmanager
     def around(self, optimizer: Optimizer) -> Iterator[None]:
@@ -94,12 +95,26 @@ class DeferredUpdate:
 
         def ask(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if self.policy.why_whole(optimizer) is not None:
-                self._engine.updater.postponed.finish()
-                return self._engine.updater.streamed.step_as_a_whole(optimizer, step, closure)
+                return self._step_as_a_whole(optimizer, step, closure)
             return heard(optimizer) if closure is None else heard(optimizer, closure=closure)
 
         with _replaced_step(optimizer, ask):
             yield
+
+    def _step_as_a_whole(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None
+    ) -> Any:
+        self._engine.updater.postponed.finish()
+        streamed = self._engine.updater.streamed
+        result = streamed.step_as_a_whole(optimizer, step, closure)
+        if streamed.steps_elsewhere and not self._has_warned:
+            self._has_warned = True
+            self.policy.tree.warn(
+                f"{type(optimizer).__name__} steps as a whole, and the GPU has no room for its parameters, gradients and "
+                "state together: it steps on the host, where the last bit can differ. More memory with "
+                "HarmonyStrategy(device_memory=...), or one of torch's optimizers, avoids that"
+            )
+        return result
 
     @contextmanager
     def _stepping_late(self, optimizer: Optimizer) -> Iterator[None]:

@@ -190,6 +190,11 @@ class StreamedUpdate:
                 )
         share.keep_states()
 
+    @property
+    def steps_elsewhere(self) -> bool:
+        """Whether an optimizer has stepped on the host, which computes otherwise, as the device had no room for it."""
+        return self.spares_the_bus and self._whole_step.lacks_room
+
     def step_as_a_whole(
         self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None
     ) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -262,11 +262,7 @@ class Stage:
             pairs.append((part.of(home), value))
             if part.is_last:
                 share.state(part.parameter)[name] = home
-        for parameter in {part.parameter for part, _, _ in new if part.is_last}:
-            # In the order in which the step has made it.
-            own = share.state(parameter)
-            for name in [name for name in states[parameter] if name in own]:
-                own[name] = own.pop(name)
+        _sort_states(share, states, {part.parameter for part, _, _ in new if part.is_last})
         return pairs
 
     def _bring_home(self, share: Share, parts: Sequence[Part]) -> None:
@@ -348,6 +344,16 @@ def _with_own_storage(slot: Slot, memory: Any) -> Tensor:
         return torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype)
     flat = torch.frombuffer(memory, dtype=slot.dtype, count=slot.shape.numel(), offset=slot.offset)
     return flat.as_strided(slot.shape, slot.stride)
+
+
+def _sort_states(
+    share: Share, made: Mapping[nn.Parameter, Mapping[str, Any]], parameters: Iterable[nn.Parameter]
+) -> None:
+    """Bring the states of some parameters into the order in which a step has made them."""
+    for parameter in parameters:
+        state = share.state(parameter)
+        for name in [name for name in made[parameter] if name in state]:
+            state[name] = state.pop(name)
 
 
 def _state_of(share: Share, part: Part, there: Values) -> dict[str, Any]:

@@ -76,6 +76,9 @@ class WholeStep:
         is_swapped: whether the host is the home of a parameter because layers are swapped. Any other stays where it is.
         memory_on_host: gives so many bytes of the host that the device copies from and to at full speed.
         traffic: counts what comes and goes.
+
+    Attributes:
+        lacks_room: whether there was none for an optimizer, which has stepped on the host.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class WholeStep:
         memory_on_host: Callable[[int], Tensor],
         traffic: Traffic,
     ) -> None:
+        self.lacks_room = False
         self._device, self._is_swapped = device, is_swapped
         self._memory_on_host, self._traffic = memory_on_host, traffic
         # Of what optimizers hold, whether a step has left it on the device.
@@ -132,6 +136,11 @@ class WholeStep:
 
     def _begin(self, optimizer: Optimizer) -> bool:
         """Bring all of it to the device; whether that has room."""
+        has_come = self._bring(optimizer)
+        self.lacks_room |= not has_come
+        return has_come
+
+    def _bring(self, optimizer: Optimizer) -> bool:
         parameters = [each for each in parameters_of(optimizer) if self._is_swapped(each)]
         gradients = [each.grad for each in parameters if each.grad is not None]
         state = self._state_to_come(optimizer, frozenset(parameters))
