@@ -133,6 +133,16 @@ def test_sums_of_three_nodes_do_not_depend_on_their_plans(start: Start, tmp_path
     torch.testing.assert_close(weights[0], found[0]["ddp"]["weights"])
 
 
+def test_buffers_do_not_wait_for_weights_that_are_under_way(start: Start, tmp_path: Path) -> None:
+    processes = start("under way")
+    printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * NODES, "\n".join(printed)[-5000:]
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True)["under way"] for rank in range(NODES)]
+    for of_node in found:
+        assert of_node["swapped"]["update"] == "just-in-time"
+        torch.testing.assert_close(of_node["swapped"]["weights"], of_node["ddp"]["weights"], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("case", "failing", "cause"),
     [

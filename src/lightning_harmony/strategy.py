@@ -206,9 +206,10 @@ class StrategyMixin(WholeStates):
         self.accelerator.setup(trainer)
         if self.is_distributed:
             refuse_batch_norm_over_nodes(compat.layer_sync(self))
-            take_from_first_node([*self._module.parameters(), *self._module.buffers()], self.root_device)
             # All nodes make it at this time.
-            self._division = Division(exchange_of(self.root_device, self.timeout))
+            exchange = exchange_of(self.root_device, self.timeout)
+            take_from_first_node([*self._module.parameters(), *self._module.buffers()], exchange, exchange.device)
+            self._division = Division(exchange)
         self.model = self.precision_plugin.convert_module(self.model)
         devices = self._settings.open_devices(self._torch_devices)
         trains, has_optimizers = trainer.state.fn == "fit", False
@@ -344,13 +345,12 @@ class StrategyMixin(WholeStates):
             args: its arguments.
             kwargs: more of them.
         """
-        if self.is_distributed and self._module.trainer.state.fn == "fit":
+        if self._division is not None and self._module.trainer.state.fn == "fit":
             # Layers may have changed them by what each node has seen: as DDP does, all go on from the first one's.
-            buffers = list(self._module.buffers())
-            if buffers and self._division is not None:
-                # Nodes that exchange in two groups at once may wait for each other over GPUs.
-                self._division.settle()
-            take_from_first_node(buffers, self.root_device)
+            exchange, on_host = self._division.exchange, torch.device("cpu")
+            # Weights may be under way between devices. Nodes that exchange in two groups of these may wait for each other.
+            way = on_host if self._division.is_divided else exchange.device
+            take_from_first_node(self._module.buffers(), exchange, way)
         try:
             if self._in_memory is not None:
                 try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_harmony.strategy as harmony
 from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.nodes.exchange import Exchange
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 
 WIDTH, BATCH, NODES, SECONDS = 16, 8, 2, 300
@@ -68,6 +70,31 @@ class Normalized(Net):
     def __init__(self) -> None:
         super().__init__()
         self.layers.insert(2, nn.BatchNorm1d(WIDTH))
+
+
+class BufferedUnderWay(Normalized):
+    """Weights of the third step are not sent before the fourth one has begun, which has taken buffers from the first node."""
+
+    has_begun = threading.Event()
+    spread = Exchange.spread
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun.set()
+        Exchange.spread = self.spread_late  # type: ignore[method-assign]
+
+    @staticmethod
+    def spread_late(*args: Any) -> None:
+        assert BufferedUnderWay.has_begun.wait(20)
+        BufferedUnderWay.spread(*args)
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        self.has_begun.set()
+        loss = super().training_step(batch)
+        # The first updates are waited for, as they are timed.
+        if self.global_step == 2:
+            self.has_begun.clear()
+        return loss
 
 
 class Gathered(Net):
@@ -303,7 +330,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
     cases = (
         {name: Case(kind, memory=["14KiB"] * 3, ways=["swapped"]) for name, kind in FAILING.items()}
         | CASES
-        | {"of three": UNEVEN}
+        | {"of three": UNEVEN, "under way": Case(BufferedUnderWay, microbatches=1, ways=("swapped",))}
     )
     found: dict[str, Any] = {}
     for name in names:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from lightning_harmony.engine.nodes.averaging import Averaging
 from lightning_harmony.engine.nodes.division import Division, Need
-from lightning_harmony.engine.nodes.exchange import flat_on, pieces, views_like
+from lightning_harmony.engine.nodes.exchange import Exchange, flat_on, pieces, views_like
 from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.engine.structures.strides import assign
 
@@ -57,19 +57,20 @@ def _is_as(gradient: Tensor | None, before: tuple[Tensor, int] | None) -> bool:
     return before is not None and gradient is before[0] and gradient._version == before[1]
 
 
-def take_from_first_node(tensors: Iterable[Tensor], device: torch.device) -> None:
+def take_from_first_node(tensors: Iterable[Tensor], exchange: Exchange, device: torch.device) -> None:
     """Have parameters or buffers as the first node has them.
 
     Args:
         tensors: the same ones in the same order on all nodes, wherever each has them.
-        device: by way of which they are sent.
+        exchange: between the nodes.
+        device: by way of which they are sent: that of the exchange, or the host.
     """
     for parts in pieces(part for tensor in tensors for part in parts_of(tensor)):
         sent = flat_on(parts, device)
         # As bytes: not each backend knows each type.
         as_bytes = sent.view(torch.uint8)
         before = as_bytes.clone()
-        distributed.broadcast(as_bytes, 0)
+        exchange.broadcast(as_bytes)
         if torch.equal(as_bytes, before):
             continue
         for part, own, other in zip(

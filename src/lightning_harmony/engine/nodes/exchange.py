@@ -33,12 +33,15 @@ class Exchange:
         rank: the number of this node.
         size: how many nodes there are.
         group: of the processes that exchange.
+        host_group: of the same processes, for what is sent from host to host while a thread exchanges in the other group.
+        device: where gradients are added up.
     """
 
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
-        self._device = device
+        self.device = device
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self.group = distributed.new_group(backend=backend, timeout=timeout)
+        self.host_group = distributed.new_group(backend="gloo", timeout=timeout)
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._sent_bytes = 0
@@ -143,7 +146,7 @@ class Exchange:
 
         def send(theirs: list[list[Tensor]]) -> Callable[[], None]:
             dtype = next(weight.dtype for some in theirs for weight in some)
-            flats = torch.empty(sum(_sizes(theirs)), dtype=dtype, device=self._device).split(_sizes(theirs))
+            flats = torch.empty(sum(_sizes(theirs)), dtype=dtype, device=self.device).split(_sizes(theirs))
             for weight, view in zip(theirs[self.rank], views_like(theirs[self.rank], flats[self.rank]), strict=True):
                 view.copy_(weight)
             work = self._swap([flats[self.rank]] * self.size, flats)
@@ -183,6 +186,14 @@ class Exchange:
 
         _one_ahead(map(begin, pieces(part for part, _ in parts if part.numel())))
 
+    def broadcast(self, data: Tensor) -> None:
+        """Have what the first node has on all nodes, in the place of theirs.
+
+        Args:
+            data: on the host, where a thread may exchange meanwhile; or on the device, where none may.
+        """
+        distributed.broadcast(data, 0, self.host_group if data.device.type == "cpu" else self.group)
+
     def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
         """Begin to send something to each other node, and to receive something from it."""
         operations: list[Any] = []
@@ -213,7 +224,7 @@ class Exchange:
 
     def _to_add(self, gradients: Sequence[Tensor]) -> Tensor:
         # Divided before they are added, as DDP does: the sum of large ones in 16 bits would be infinite.
-        return flat_on(gradients, self._device).div_(self.size)
+        return flat_on(gradients, self.device).div_(self.size)
 
     def _count(self, padded: Tensor) -> None:
         self._sent_bytes += padded.nbytes // self.size * (self.size - 1)
@@ -233,7 +244,7 @@ def exchange_of(device: torch.device, timeout: timedelta) -> Exchange:
 
 def is_of_exchange(group: Any) -> bool:
     """Whether a group of processes is that of an exchange."""
-    return any(exchange.group is group for _, exchange in _known.values())
+    return any(group in (exchange.group, exchange.host_group) for _, exchange in _known.values())
 
 
 def take_sent_bytes() -> int:
@@ -283,7 +294,9 @@ def _cut(tensor: Tensor) -> Sequence[Tensor]:
 
 def flat_on(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The elements of tensors, one behind the other, on a device."""
-    return torch.cat([tensor.detach().to(device, non_blocking=True).reshape(-1) for tensor in tensors])
+    # What does not block has not yet come to the host when it returns.
+    blocks = device.type == "cpu"
+    return torch.cat([tensor.detach().to(device, non_blocking=not blocks).reshape(-1) for tensor in tensors])
 
 
 def _sizes(theirs: Sequence[Sequence[Tensor]]) -> list[int]:
