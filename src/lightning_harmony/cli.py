@@ -203,6 +203,15 @@ def _add_estimate(commands: Any) -> None:
         help="rtx3090, rtx4090, rtx5090, l40s, a100, h100, h200, or a file that `machine --measure` wrote (default: measure "
         "this machine)",
     )
+    parser.add_argument(
+        "--nodes", type=int, dest="num_nodes", metavar="N", help="num_nodes of the Trainer: such machines (default: 1)"
+    )
+    parser.add_argument(
+        "--network-gigabits",
+        type=float,
+        metavar="GBIT",
+        help="what each of these sends in a second (default: fast enough)",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.set_defaults(run=_estimate)
 
@@ -227,7 +236,7 @@ def _estimate(options: argparse.Namespace) -> int:
         given["batch"] = parse_batch(options.batch)
     names = (
         "batch_size", "sequence_length", "device_memory", "host_memory", "num_microbatches", "microbatch_size", "precision",
-        "optimizer", "update", "machine",
+        "optimizer", "update", "machine", "num_nodes", "network_gigabits",
     )  # fmt: skip
     chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
     if "num_microbatches" in chosen or "microbatch_size" in chosen:

@@ -15,6 +15,7 @@ from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.estimating.advice import with_advice
 from lightning_harmony.estimating.result import Estimate, Row
 from lightning_harmony.estimating.subject import Subject, casting, make_subject, naming_failures, precision_name
+from lightning_harmony.plan.outlook.nodes import Nodes
 from lightning_harmony.plan.outlook.outlook import Outlook, look_ahead
 from lightning_harmony.plan.outlook.work import StepProfile, between
 from lightning_harmony.plan.search.search import MOST_TASKS
@@ -22,6 +23,7 @@ from lightning_harmony.plan.values.card_memory import usable_bytes
 from lightning_harmony.plan.values.host_need import HostNeed
 from lightning_harmony.plan.values.machine import BY_DATA_SHEET, Machine, read_machine
 from lightning_harmony.plan.values.memory_size import format_bytes, parse_bytes
+from lightning_harmony.plan.values.owners import largest_share
 from lightning_harmony.setup.argument_names import suggests_names
 
 
@@ -41,6 +43,8 @@ def estimate(
     optimizer: str | None = None,
     update: Literal["just-in-time", "deferred"] = "just-in-time",
     machine: Machine | str | None = None,
+    num_nodes: int = 1,
+    network_gigabits: float | None = None,
 ) -> Estimate:
     """Estimate what training a model takes, without its memory: on the meta device and with fake tensors.
 
@@ -60,6 +64,8 @@ def estimate(
         optimizer: the name of the optimizer's class; None to ask the module.
         update: when parameters are updated. Clipping, a gradient scaler and accumulation defer it.
         machine: a description, its name, a JSON file; None to measure this machine.
+        num_nodes: as for Lightning's Trainer. Each node is such a machine, with a batch of its own.
+        network_gigabits: what each node can send in a second while it receives as much; None for a network that takes no time.
 
     Raises:
         UnsupportedModelError: if the model cannot be built or run without data.
@@ -72,10 +78,13 @@ def estimate(
         "sequence_length": sequence_length,
         "num_microbatches": num_microbatches,
         "microbatch_size": microbatch_size,
+        "num_nodes": num_nodes,
     }
     for name, number in numbers.items():
         if number is not None and (not isinstance(number, int) or number < 1):
             raise ValueError(f"{name} must be at least 1, not {number!r}")
+    if network_gigabits is not None and not network_gigabits > 0:
+        raise ValueError(f"network_gigabits must be above 0, not {network_gigabits!r}")
     precision = precision_name(precision)
     where = measure_machine() if machine is None else read_machine(machine) if isinstance(machine, str) else machine
     if host_memory is not None:
@@ -98,6 +107,7 @@ def estimate(
     found = find_layers(subject.module, max_layer_bytes=capacity, layers=layers)
     if not found:
         raise UnsupportedModelError(f"{subject.name} has no submodule with parameters that could be swapped as a layer")
+    nodes = _nodes(subject, num_nodes, network_gigabits)
     is_deferred = update == "deferred" or precision == "16-mixed"
 
     @cache
@@ -114,6 +124,7 @@ def estimate(
             is_deferred=is_deferred,
             state_copies=subject.state_copies,
             most_tasks=most_tasks,
+            nodes=nodes,
         )
 
     if num_microbatches is not None or microbatch_size is not None:
@@ -154,15 +165,24 @@ def estimate(
         items=subject.items,
         items_per_step=subject.batch_size * subject.items_per_sample,
         machine=where,
+        nodes=nodes,
         limit_bytes=limit,
         capacity_bytes=capacity,
         in_memory_bytes=_in_memory_bytes(profile, subject),
         chosen=chosen,
         rows=tuple(sorted([chosen, *map(row, others)], key=lambda each: each.microbatch_size)),
         advice=(),
-        notes=(*subject.notes, *_notes(profile, where, capacity, subject, chosen.outlook.host)),
+        notes=(*subject.notes, *_notes(profile, where, capacity, subject, chosen.outlook.host, nodes)),
     )
     return with_advice(result, subject.module)
+
+
+def _nodes(subject: Subject, number: int, gigabits: float | None) -> Nodes:
+    trained = [each.numel() * each.element_size() for each in subject.module.parameters() if each.requires_grad]
+    # It steps all parameters together, on each node.
+    is_whole = subject.optimizer == "LBFGS"
+    share = 1.0 if is_whole else largest_share(trained, number)
+    return Nodes(number, share, None if gigabits is None else gigabits * 1e9 / 8)
 
 
 def _microbatch(subject: Subject, size: int) -> Any:
@@ -211,7 +231,7 @@ def _in_memory_bytes(profile: StepProfile, subject: Subject) -> int:
 
 
 def _notes(
-    profile: StepProfile, machine: Machine, capacity: int | None, subject: Subject, host: HostNeed
+    profile: StepProfile, machine: Machine, capacity: int | None, subject: Subject, host: HostNeed, nodes: Nodes
 ) -> Iterator[str]:
     """What the figures do not say."""
     if machine.host_bytes is not None and host.least_bytes <= machine.host_bytes < host.in_turns_bytes:
@@ -219,6 +239,15 @@ def _notes(
             "the stash of all microbatches may not fit on the host, beside weights and optimizer state: they run one after "
             "the other then, each layer is swapped in for each of them, and a step takes longer than is said here"
         )
+    if nodes.number > 1:
+        if nodes.own_share < 1:
+            yield (
+                f"to save a checkpoint, the host of the first machine takes up to "
+                f"{format_bytes(int(host.optimizer_bytes / nodes.own_share) - host.optimizer_bytes)} more, for the optimizer "
+                "state of the others; with offload_dir, files take it"
+            )
+        if nodes.bytes_per_second is None:
+            yield "the network between machines is taken to be fast enough: say how fast it is with --network-gigabits"
     lasting = _lasting_bytes(profile, subject)
     if capacity is None or lasting <= capacity:
         yield (

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_harmony.plan.outlook.nodes import Nodes
 from lightning_harmony.plan.outlook.outlook import Outlook
 from lightning_harmony.plan.values.machine import Machine
 from lightning_harmony.plan.values.memory_size import format_bytes
@@ -40,6 +41,7 @@ class Estimate(Printed):
         items: "tokens" or "samples".
         items_per_step: how many of these a step takes.
         machine: where it trains.
+        nodes: how many such machines train, each with a batch of its own.
         limit_bytes: what the process may take of the device, as it was given; None for all.
         capacity_bytes: what may be allocated of that, beside the context and what the allocator keeps unused; None for no
             limit.
@@ -61,6 +63,7 @@ class Estimate(Printed):
     items: str
     items_per_step: int
     machine: Machine
+    nodes: Nodes
     limit_bytes: int | None
     capacity_bytes: int | None
     in_memory_bytes: int
@@ -89,7 +92,7 @@ class Estimate(Printed):
 
     @property
     def items_per_second(self) -> float:
-        """Tokens or samples, as `items` says."""
+        """Tokens or samples of a machine, as `items` says."""
         return self.items_per_step / self.outlook.seconds
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,6 +106,7 @@ class Estimate(Printed):
             "optimizer": self.optimizer,
             "batch_size": self.batch_size,
             "machine": self.machine.name,
+            "num_nodes": self.nodes.number,
             "capacity_bytes": self.capacity_bytes,
             "in_memory_bytes": self.in_memory_bytes,
             "fits": self.fits,
@@ -132,6 +136,7 @@ class Estimate(Printed):
             "busy_seconds": dict(outlook.busy_seconds),
             "swapped_in_bytes": dict(outlook.swapped_in_bytes),
             "swapped_out_bytes": dict(outlook.swapped_out_bytes),
+            "node_sent_bytes": outlook.sent_bytes,
         }
 
     # ---- the page ------------------------------------------------------------------------------------------------------
@@ -151,19 +156,22 @@ class Estimate(Printed):
             else format_bytes(self.machine.host_bytes)
         )
         microbatches = _plural(self.outlook.num_microbatches, "1 microbatch", "microbatches")
+        each = "" if self.nodes.number == 1 else f", on each of {self.nodes.number} machines"
         layers = _plural(self.num_layers, "1 layer", "layers")
         return [
             f"{self.name}: {_count(self.num_parameters)} parameters{trained}, {layers}, {self.precision}, "
             f"{self.optimizer}",
             f"a step: {self.batch_size} samples"
             + (f", {self.items_per_step:,} tokens" if self.items == "tokens" else "")
-            + f", in {microbatches} of {self.chosen.microbatch_size}",
+            + f", in {microbatches} of {self.chosen.microbatch_size}{each}",
             f"on {self.machine.name}: device {capacity}, host {host}",
         ]
 
     def _bytes(self) -> list[str]:
         outlook = self.outlook
         need, host = outlook.need, outlook.host
+        share = self.nodes.own_share
+        part = f" ({share:.0%} of that of all {self.nodes.number} machines)" if share < 1 else ""
         where = f"for {need.name}" if need.name else "before the first layer"
         device_verdict = "fits: " if self.fits_device(self.chosen) else "DOES NOT FIT: "
         host_verdict = "fits: " if self.fits_host(self.chosen) else "DOES NOT FIT: "
@@ -176,18 +184,21 @@ class Estimate(Printed):
             f"{format_bytes(need.other_bytes)} besides",
             f"host    {host_verdict}{_needed(host.least_bytes, host.num_bytes)}",
             f"        at the most {format_bytes(host.weight_bytes)} weights + "
-            f"{format_bytes(host.gradient_bytes)} gradients + {format_bytes(host.optimizer_bytes)} optimizer + "
+            f"{format_bytes(host.gradient_bytes)} gradients + {format_bytes(host.optimizer_bytes)} optimizer{part} + "
             f"{format_bytes(host.stash_bytes)} stash",
             f"packs   {_describe_packs(outlook)}",
         ]
 
     def _step(self) -> list[str]:
-        outlook = self.outlook
+        outlook, several = self.outlook, self.nodes.number > 1
+        sent = [f"sends   {format_bytes(outlook.sent_bytes)} to other machines"] if several else []
+        a_machine = " a machine" if several else ""
         return [
-            f"step    about {_seconds(outlook.seconds)}: {_rate(self.items_per_second)} {self.items}/s; "
+            f"step    about {_seconds(outlook.seconds)}: {_rate(self.items_per_second)} {self.items}/s{a_machine}; "
             f"bounded by {outlook.bound}",
             f"        {_describe_parts(outlook)}",
             f"swaps   in {_describe_bytes(outlook.swapped_in_bytes)}; out {_describe_bytes(outlook.swapped_out_bytes)}",
+            *sent,
         ]
 
     def _table(self) -> list[str]:

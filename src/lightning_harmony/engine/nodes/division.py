@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.nodes.exchange import Exchange
+from lightning_harmony.plan.values.owners import assign
 
 
 class Need(IntEnum):
@@ -79,10 +80,8 @@ class Division:
                 bytes; others keep their owners.
             optimizers: theirs, which have nothing under way.
         """
-        for parameter in parameters:
-            if parameter not in self._owners:
-                self._owners[parameter] = self._loads.index(min(self._loads))
-                self._loads[self._owners[parameter]] += parameter.nbytes
+        new = [parameter for parameter in dict.fromkeys(parameters) if parameter not in self._owners]
+        self._owners.update(zip(new, assign((parameter.nbytes for parameter in new), self._loads), strict=True))
         self.is_divided = True
         for optimizer in optimizers:
             for parameter in [each for each in list[Any](optimizer.state) if not self.is_own(each)]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.outlook.nodes import ALONE, Nodes, Pack, packs_of, seconds_on
 from lightning_harmony.plan.outlook.work import Held, LayerProfile, StepProfile
 from lightning_harmony.plan.search.deciding import decide
 from lightning_harmony.plan.search.rules import with_graphs
@@ -67,9 +68,10 @@ class Outlook:
             stays until its room is needed.
         seconds: of the step.
         busy_seconds: how long each part of the machine is busy in it: "compute", "launch" (the host, having the device
-            compute), "swap in", "swap out", "update".
+            compute), "swap in", "swap out", "update", and "network" where its speed is known.
         swapped_in_bytes: host to device, by kind.
         swapped_out_bytes: device to host, by kind.
+        sent_bytes: what a node sends to the others.
     """
 
     num_microbatches: int
@@ -81,6 +83,7 @@ class Outlook:
     busy_seconds: Mapping[str, float]
     swapped_in_bytes: Mapping[str, int]
     swapped_out_bytes: Mapping[str, int]
+    sent_bytes: int = 0
 
     @property
     def bound(self) -> str:
@@ -97,6 +100,7 @@ def look_ahead(
     is_deferred: bool = False,
     state_copies: int = 2,
     most_tasks: float = MOST_TASKS,
+    nodes: Nodes = ALONE,
 ) -> Outlook:
     """Tell what a step will take.
 
@@ -108,8 +112,11 @@ def look_ahead(
         is_deferred: whether parameters are updated after the backward.
         state_copies: bytes of optimizer state for each byte of a trained parameter.
         most_tasks: how many tasks are replayed in the search for a plan.
+        nodes: that train, each on such a machine.
     """
-    return _Step(profile, machine, capacity_bytes, num_microbatches, is_deferred, state_copies, most_tasks).look_ahead()
+    return _Step(
+        profile, machine, capacity_bytes, num_microbatches, is_deferred, state_copies, most_tasks, nodes
+    ).look_ahead()
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,7 @@ class _Step:
     _is_deferred: bool
     _state_copies: int
     _most_tasks: float
+    _nodes: Nodes
 
     def __post_init__(self) -> None:
         costs = {cost.name: cost for cost in self._costs()}
@@ -157,17 +165,37 @@ class _Step:
         plan, need = self._plan, self._need()
         course = self._course(plan)
         peak = max(course.bound_bytes, need.num_bytes)
+        seconds, busy, sent_bytes = course.seconds, course.busy_seconds, 0
+        if self._nodes.number > 1:
+            packs = self._sent_packs(course.seconds)
+            num_bytes = sum(pack.num_bytes for pack in packs)
+            seconds, sent_bytes = seconds_on(self._nodes, seconds, packs), self._nodes.sent_bytes(num_bytes)
+            if self._nodes.bytes_per_second is not None:
+                busy = {**busy, "network": self._nodes.seconds(num_bytes)}
         return Outlook(
             num_microbatches=self._lanes,
             plan=replace(plan, predicted=Predicted(course.seconds, (course.peak_bytes,))),
             need=need,
             host=self._host(),
             peak_bytes=peak if self._capacity is None else min(peak, self._capacity),
-            seconds=course.seconds,
-            busy_seconds=course.busy_seconds,
+            seconds=seconds,
+            busy_seconds=busy,
             swapped_in_bytes=course.swapped_in_bytes,
             swapped_out_bytes=course.swapped_out_bytes,
+            sent_bytes=sent_bytes,
         )
+
+    def _sent_packs(self, seconds: float) -> list[Pack]:
+        """The packs whose gradients are sent, in a step that takes so long without that."""
+        plan = replace(self._plan, num_microbatches=min(self._lanes, MOST_REPLAYED))
+        assert plan.profile is not None
+        prediction = _replay(plan, is_deferred=self._is_deferred)
+        # Of more microbatches, each part of the step takes longer.
+        longer = seconds / prediction.seconds
+        return [
+            Pack(longer * pack.begins, longer * pack.final, pack.num_bytes)
+            for pack in packs_of(prediction, plan.profile.pack_costs(plan.packs))
+        ]
 
     # ---- costs ---------------------------------------------------------------------------------------------------------
 
@@ -205,7 +233,7 @@ class _Step:
             self._capacity,
             swap_in_bytes_per_second=machine.swap_in_bytes_per_second,
             swap_out_bytes_per_second=machine.swap_out_bytes_per_second,
-            update_bytes_per_second=machine.updated_parameters_per_second * rate,
+            update_bytes_per_second=machine.updated_parameters_per_second * rate / self._nodes.own_share,
             occupied_bytes=self._other_bytes,
         )
 
@@ -306,13 +334,16 @@ class _Step:
 
     def _host(self) -> HostNeed:
         layers: Sequence[LayerProfile] = self._profile.layers
-        state = self._state_copies * sum(layer.trained_bytes for layer in layers)
+        own_trained = int(self._nodes.own_share * sum(layer.trained_bytes for layer in layers))
+        state = self._state_copies * own_trained
+        # On nodes, a pack's gradients may wait for those of a slower one.
+        all_wait = self._is_deferred or self._nodes.number > 1
         packs = [sum(layers[index].trained_bytes for index in pack) for pack in self._packs]
         stash = sum(layer.stash_bytes for layer in layers)
         return HostNeed(
             weight_bytes=self._profile.weight_bytes,
-            gradient_bytes=bytes_beside_state(packs, state, is_deferred=self._is_deferred),
-            least_gradient_bytes=bytes_beside_state(packs, state, is_deferred=self._is_deferred, ring=1),
+            gradient_bytes=bytes_beside_state(packs, state, is_deferred=all_wait),
+            least_gradient_bytes=bytes_beside_state(packs, state, is_deferred=all_wait, ring=1),
             optimizer_bytes=state,
             stash_bytes=self._lanes * stash,
             least_stash_bytes=stash,
