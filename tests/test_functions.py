@@ -165,6 +165,73 @@ def test_a_function_that_differentiates_layers_by_itself_is_refused_around_them_
     assert_same_training(module, samples, layers=[nn.Linear, Solver])
 
 
+class RunAgain(torch.autograd.Function):
+    """Runs a part of a module again in the backward, as the checkpoint function of latent diffusion does: saves no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.run, ctx.x, ctx.weights = run, x, weights
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            made = ctx.run(x)
+        return None, *torch.autograd.grad(made, (x, *ctx.weights), gradient, allow_unused=True)
+
+
+class EndsSo(nn.Module):
+    """Its last operations save no tensor, so that none opens its call before the function runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x + 0.5 * RunAgain.apply(lambda y: self.inner(y).tanh(), x, *self.inner.parameters())
+
+
+class SavesNothing(EndsSo):
+    """No node of it saves a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = lambda y: self.inner(self.first(y)).tanh()  # noqa: E731
+        found: Tensor = RunAgain.apply(run, x, *self.parameters())
+        return found
+
+
+class KeepsLoss(EndsSo):
+    """What it leaves on itself is differentiated before what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = RunAgain.apply(lambda y: self.inner(y).tanh(), x, *self.inner.parameters()).sum()
+        found: Tensor = self.first(x)
+        return found
+
+
+class Blocks(nn.Module):
+    def __init__(self, kind: type[EndsSo]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([kind() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean() + 0.1 * sum(getattr(block, "loss", 0.0) for block in self.blocks)
+
+
+@pytest.mark.parametrize(("kind", "num_microbatches"), combined([EndsSo, SavesNothing, KeepsLoss], [(1,), (4,)]))
+def test_a_function_that_runs_a_part_of_a_layer_again_finds_its_weights(
+    kind: type[EndsSo], num_microbatches: int
+) -> None:
+    """It ran with the parameters on the host, without a word, and those in its backward had no gradients."""
+    samples = torch.randn(24, WIDTH)
+    assert_same_training(Net(Blocks(kind)), samples, num_microbatches=num_microbatches, layers=[kind])
+
+
 def tangent(x: Tensor, weight: Tensor) -> Tensor:
     found: Tensor = torch.func.jvp(lambda y: torch.tanh(y @ weight), (x,), (torch.ones_like(x),))[1]
     return found

@@ -27,7 +27,13 @@ from lightning_harmony.engine.layers.owned_results import OwnedResults
 from lightning_harmony.engine.layers.recompute import Recompute
 from lightning_harmony.engine.layers.recorded_call import RecordedCall
 from lightning_harmony.engine.layers.runtime import Runtime
-from lightning_harmony.engine.layers.saved_tensors import SavedTensor, Saves, drop, refuse_hooks_of_others
+from lightning_harmony.engine.layers.saved_tensors import (
+    SavedTensor,
+    Saves,
+    drop,
+    functions_before_saves,
+    refuse_hooks_of_others,
+)
 from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.layer import (
     DataAssignedError,
@@ -163,8 +169,6 @@ class LayerCall:
             self._try_narrow(watch, flatten(result)[0])
         owned = self._owned(result)
         self._weights.forget_uses()
-        if with_graph and layer.companions:
-            self._open_before(owned)
         return owned
 
     def _prepare_backward(self) -> None:
@@ -235,23 +239,24 @@ class LayerCall:
                 for attributes, names in left.changes_since(self._recompute.attributes):
                     self.runtime.note_set(attributes, names)
             owned.attributes(left)
-        return owned.value(result)
+        result = owned.value(result)
+        if self._with_graph:
+            self._open_before([*tensors_of(result), *(left.tensors().values() if left is not None else ())])
+        return result
 
     def _storages_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
         """Where weights lie. That cuDNN gathers some counts as a change in inference mode; code may compose others anew."""
         leaves = self.residency.leaves
         return [part.untyped_storage()._cdata for p in parameters for part in parts_of(leaves[p])]
 
-    def _open_before(self, result: Any) -> None:
-        """Let a backward that comes from what the call has returned or left on modules open the call.
+    def _open_before(self, made: Iterable[Tensor]) -> None:
+        """Let a backward open the call where it comes from what the call made to code of the layer's that asks for no tensor.
 
-        A function of the layer's code may keep an object that has companions, and may have saved no tensor.
+        A function of the layer's code may keep an object that has companions, or run modules again, and may save nothing.
         """
         arguments = {tensor.grad_fn for tensor in self._arguments.tensors}
-        left = self.layer.attributes.read().tensors().values()
-        outputs = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
-        nodes: set[Any] = {tensor.grad_fn for tensor in (*outputs, *left)}
-        for node in nodes - arguments - {None}:
+        nodes: set[Any] = {tensor.grad_fn for tensor in made} - arguments - {None}
+        for node in nodes if self.layer.companions else functions_before_saves(nodes, arguments):
             node.register_prehook(self._open_before_node)
 
     def _open_before_node(self, gradients: Any) -> None:

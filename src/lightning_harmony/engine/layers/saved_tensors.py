@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from lightning_harmony.engine.structures.operations import detached, is_counted,
 from lightning_harmony.engine.structures.strides import has_strides
 from lightning_harmony.errors import UnsupportedModelError
 
-_OWN_HOOKS = ("torch", __name__.partition(".")[0])
+_OURS = __name__.partition(".")[0]
+_OWN_HOOKS = ("torch", _OURS)
 
 
 class SavedTensor:
@@ -164,6 +166,37 @@ def refuse_hooks_of_others(what: str) -> None:
             "called for what layers save, since that is computed again: enter them in the forward of a layer's module, or "
             "leave them out where they only spare memory"
         )
+
+
+def functions_before_saves(nodes: Iterable[Any], ends: Collection[Any]) -> list[Any]:
+    """The nodes of users' autograd functions that a backward may come to before it asks for any saved tensor.
+
+    Args:
+        nodes: where the backward begins.
+        ends: where it ends.
+    """
+    remaining, seen, found = list(nodes), {None, *ends}, []
+    while remaining:
+        node = remaining.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        kind: Any = type(node)
+        if isinstance(node, torch._C._FunctionBase):
+            if kind._forward_cls.__module__.partition(".")[0] == _OURS:
+                continue
+            found.append(node)
+        elif _saves(kind):
+            continue
+        remaining += [behind for behind, _ in node.next_functions]
+    return found
+
+
+@cache
+def _saves(kind: type) -> bool:
+    """Whether nodes of a class save tensors in any case: those of products with numbers do not."""
+    is_product = kind.__name__ in ("MulBackward0", "DivBackward0")
+    return not is_product and any(name.startswith("_raw_saved") for name in dir(kind))
 
 
 def drop(tensor: Tensor) -> None:
