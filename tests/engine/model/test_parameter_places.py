@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -75,3 +76,20 @@ def test_are_not_looked_for_in_data() -> None:
     found = places_of(module, list(module.parameters()))
     assert {id(place.parameter) for place in found if place.container is endless} == {id(module.weight)}
     assert len(found) < 10
+
+
+class Numbers(tuple[Any, ...]):
+    """As the irreducible representations of e3nn are: neither a length nor entries one after the other."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+def test_are_looked_for_in_tuples_that_hide_their_entries() -> None:
+    """A fit ended with the error of the class, which has no message."""
+    module = nn.Linear(2, 2)
+    module.kept = Numbers((module.weight, 3))
+    assert len(places_of(module, list(module.parameters()))) == 3

@@ -85,7 +85,8 @@ def _places_of_value(container: Any, key: Any, value: Any, depth: int = _DEPTH, 
     kind = type(value)
     if not issubclass(kind, list | dict | tuple) or depth == 0:
         return
-    content = value if issubclass(kind, tuple) else copied_content(value)
+    # Classes of tuples may have a length and an iteration of their own, or none.
+    content = tuple(tuple.__iter__(value)) if issubclass(kind, tuple) else copied_content(value)
     items = content.items() if isinstance(content, dict) else enumerate(content)
     holds = Entries(container, key) if issubclass(kind, tuple) else value
     # Of data, such as lists of tokens, not each entry is opened.
