@@ -281,6 +281,8 @@ def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
         if (tensor := caller.bound_weight(parameter)) is None:
             raise UnsupportedModelError(not_its_own(caller, layer))
         return tensor.clone() if copy else tensor
+    if parameter in layer.held:
+        return runtime.read_buffer(*layer.held[parameter])
     if not (torch.is_grad_enabled() and stand_in.requires_grad):
         # Kernels ask whether a weight needs gradients, with or without a graph, and sum in another order if it does.
         with runtime.visit(layer, Phase.FORWARD) as residency, torch.inference_mode(False), torch.no_grad():

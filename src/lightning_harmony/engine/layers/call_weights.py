@@ -53,6 +53,11 @@ class CallWeights:
         self._layer, self._runtime, self._anchor = layer, runtime, anchor
         self._is_compiled, self._with_graph = is_compiled, with_graph
         self.trained = [parameter for parameter in layer.parameters if parameter.requires_grad]
+        if layer.held and not layer.held.keys().isdisjoint(self.trained):
+            raise UnsupportedModelError(
+                f"layer {layer.name!r} is to train a parameter that it has set in its forward while that was frozen: freeze "
+                "it, or set it in a hook such as on_train_batch_start"
+            )
         # What the running code does with narrow weights.
         self._uses: list[NarrowUse] = []
         # In the graph, too: with it the node of the weights lives where no other node is behind that.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
@@ -21,6 +21,7 @@ from lightning_harmony.engine.layers.call_weights import (
     double_backward,
     second_backward,
 )
+from lightning_harmony.engine.layers.changed_weights import WeightsBefore
 from lightning_harmony.engine.layers.narrow import CastWatch
 from lightning_harmony.engine.layers.narrow_weight import really
 from lightning_harmony.engine.layers.owned_results import OwnedResults
@@ -36,14 +37,14 @@ from lightning_harmony.engine.layers.saved_tensors import (
 )
 from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.layer import (
+    BufferKey,
     DataAssignedError,
     SwappedLayer,
-    changes_data,
     make_resident,
     own_code_of,
 )
 from lightning_harmony.engine.model.pack import Residency
-from lightning_harmony.engine.structures.parts import are_equal, parts_of
+from lightning_harmony.engine.structures.parts import are_equal
 from lightning_harmony.engine.structures.tree import flatten, tensors_of
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
@@ -144,24 +145,13 @@ class LayerCall:
         if with_graph:
             self._prepare_backward()
         recompute.begin(residency, with_graph=with_graph, is_certain=with_graph or watch is not None)
-        version = residency.weights._version
-        gathered, composed = self._storages_of(layer.gathered), self._storages_of(layer.composed)
         self._is_running = True
-        with self._saving() if with_graph else nullcontext():
-            bound = self._weights.bind(self)
-            with recompute.beside(residency), layer.bound(bound, recompute.buffers) as left, watch or nullcontext():
-                result = self._run(*args, **kwargs)
+        result, left, is_changed = self._run_watched(args, kwargs, watch)
+        while is_changed:
+            watch, self._saves = None, Saves()
+            recompute.begin_again(residency)
+            result, left, is_changed = recompute.as_found(residency, self._run_watched, args, kwargs, watch)
         self._is_running = False
-        has_written = gathered == self._storages_of(layer.gathered) and residency.weights._version != version
-        if (
-            (has_written and not residency.is_as_it_came())
-            or self._weights.have_changed_wide()
-            or composed != self._storages_of(layer.composed)
-        ):
-            raise UnsupportedModelError(
-                f"layer {layer.name!r} modifies a parameter in place in its forward, or its data, which swapping would lose; "
-                "do that in a hook such as on_train_batch_start"
-            )
         if with_graph:
             recompute.note_inputs()
         has_changed = recompute.take_over(residency, left)
@@ -170,6 +160,22 @@ class LayerCall:
         owned = self._owned(result)
         self._weights.forget_uses()
         return owned
+
+    def _run_watched(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: CastWatch | None
+    ) -> tuple[Any, Mapping[BufferKey, Tensor | None], bool]:
+        """What the layer returns, how it leaves its buffers, and whether it has to run again, with more of them."""
+        layer, residency, recompute = self.layer, self.residency, self._recompute
+        before, result, assigned = WeightsBefore(layer, residency), None, None
+        with self._saving() if self._with_graph else nullcontext():
+            bound = self._weights.bind(self)
+            with recompute.beside(residency), layer.bound(bound, recompute.buffers) as left, watch or nullcontext():
+                try:
+                    result = self._run(*args, **kwargs)
+                except DataAssignedError as error:
+                    assigned = error
+        may_hold = self._with_graph and not self._is_compiled and not self.runtime.is_spread(layer)
+        return result, left, before.have_changed(self._weights, assigned, may_hold=may_hold)
 
     def _prepare_backward(self) -> None:
         """Keep what a recompute needs."""
@@ -219,14 +225,11 @@ class LayerCall:
         reaching = self.runtime.surroundings.reaching(
             self.layer, self.residency, given, takes_objects=self._takes_objects, is_compiled=self._is_compiled
         )
-        try:
-            with reaching, own_code_of(self.layer):
-                if not self._is_compiled:
-                    return self._original(*args, **kwargs)
-                with self.runtime.surroundings.compiling(tensors_of(*args, *kwargs.values())):
-                    return self.residency.device.run_compiled(self._original, args, kwargs)
-        except DataAssignedError as error:
-            raise UnsupportedModelError(changes_data(self.layer)) from error
+        with reaching, own_code_of(self.layer):
+            if not self._is_compiled:
+                return self._original(*args, **kwargs)
+            with self.runtime.surroundings.compiling(tensors_of(*args, *kwargs.values())):
+                return self.residency.device.run_compiled(self._original, args, kwargs)
 
     def _owned(self, result: Any) -> Any:
         """What the call returns and leaves on modules, without what lies in the weights' memory."""
@@ -243,11 +246,6 @@ class LayerCall:
         if self._with_graph:
             self._open_before([*tensors_of(result), *(left.tensors().values() if left is not None else ())])
         return result
-
-    def _storages_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
-        """Where weights lie. That cuDNN gathers some counts as a change in inference mode; code may compose others anew."""
-        leaves = self.residency.leaves
-        return [part.untyped_storage()._cdata for p in parameters for part in parts_of(leaves[p])]
 
     def _open_before(self, made: Iterable[Tensor]) -> None:
         """Let a backward open the call where it comes from what the call made to code of the layer's that asks for no tensor.

@@ -74,6 +74,10 @@ class Recompute:
         last_filled = self._runtime.last_filled() if self._layer.buffers else {}
         self._buffers = CallBuffers(self._layer, residency, last_filled, copies=with_graph)
 
+    def begin_again(self, residency: Residency) -> None:
+        """The layer's code is about to run once more, in the place of the run that has begun: it has other buffers now."""
+        self._buffers = CallBuffers(self._layer, residency, self._runtime.last_filled(), copies=True)
+
     @property
     def buffers(self) -> Mapping[BufferKey, Tensor]:
         """Those that the call finds."""
@@ -142,6 +146,17 @@ class Recompute:
             leaves = [leaf.load() if isinstance(leaf, StashedObject) else leaf for leaf in self._objects]
         args, kwargs = self._arguments.again(inputs, leaves)
         del inputs, leaves
+        return self.as_found(residency, own, *args, **kwargs)
+
+    def as_found(self, residency: Residency, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run code with what the call found beside its arguments, buffers and weights. What that changes is taken back.
+
+        Args:
+            residency: of the layer's pack.
+            own: the code.
+            args: its arguments.
+            kwargs: more of them.
+        """
         with self._random.entered(residency.cuda_index):
             attributes = self._layer.attributes.as_they_were(self.attributes)
             with self._ambient.entered(), self._runtime.recomputing(), attributes, self._elsewhere():

@@ -15,14 +15,13 @@ from lightning_harmony.engine.memory.file_reads import FileReads
 from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import ALONE, HostStore, Slot, lay_out, num_users, views_in
-from lightning_harmony.engine.model.layer import BufferKey, make_resident, set_host_buffer
+from lightning_harmony.engine.model.layer import BufferKey, buffer_of, make_resident, set_host_buffer
 from lightning_harmony.engine.model.pack import (
     LeavingBuffers,
     Masters,
     Residency,
     Staging,
     SwappedPack,
-    buffer_of,
 )
 from lightning_harmony.engine.structures.parts import are_alike, data_of, made_of, num_bytes_of, parts_of
 from lightning_harmony.engine.structures.strides import is_expanded
@@ -173,7 +172,7 @@ class Swapper:
     def _start_write_back(self, pack: SwappedPack, residency: Residency, after: Sequence[Event]) -> None:
         """Start to copy the buffers that layers changed to the host."""
         staging = residency.staging
-        if staging is None or not residency.dirty_buffers:
+        if not residency.dirty_buffers:
             return
         changed = {key: residency.buffers[key] for key in pack.buffers if key in residency.dirty_buffers}
         residency.dirty_buffers.clear()
@@ -181,11 +180,12 @@ class Swapper:
             layer.refuse_changed_buffers()
         for tensor in changed.values():
             self._traffic.count_out("weights", num_bytes_of(tensor))
-        # The user's own one that is expanded cannot be written to.
+        staged = {} if staging is None else staging.buffers
+        # The user's own one that is expanded cannot be written to; others have become buffers since the pack came.
         replaced = {
             key: changed.pop(key)
             for key in list(changed)
-            if not are_alike(changed[key], staging.buffers[key]) or is_expanded(buffer_of(key))
+            if key not in staged or not are_alike(changed[key], staged[key]) or is_expanded(buffer_of(key))
         }
         with torch.no_grad(), self._device.on_host():
             for key, tensor in replaced.items():
@@ -193,6 +193,8 @@ class Swapper:
                 set_host_buffer(key, made_of(tensor, [part.to(home, copy=True) for part in parts_of(tensor)]))
         for layer in pack.layers:
             layer.note_written_buffers(replaced)
+        if staging is None:
+            return
 
         def copy() -> None:
             for key, tensor in changed.items():

@@ -26,17 +26,41 @@ BufferKey = tuple[nn.Module, str]
 COMPARED_CALLS = 8
 
 
-def changes_data(layer: SwappedLayer) -> str:
+class ParameterKey(tuple[nn.Module, str]):
+    """A frozen parameter that the code of its layer sets: it comes and goes as a buffer does.
+
+    Attributes:
+        parameter: the user's own.
+    """
+
+    parameter: nn.Parameter
+
+
+def _tensors_of(key: BufferKey) -> dict[str, Any]:
+    """The tensors of a module among which one is."""
+    return key[0]._parameters if isinstance(key, ParameterKey) else key[0]._buffers
+
+
+def changes_data(layer: SwappedLayer | None) -> str:
     """Why a layer is refused that changes the data of its weights."""
+    name = "" if layer is None else f" {layer.name!r}"
     return (
-        f"layer {layer.name!r} changes the data of a parameter in its forward, or that of a tensor which an object has of "
+        f"layer{name} changes the data of a parameter in its forward, or that of a tensor which an object has of "
         "a frozen one, which swapping would lose; "
         "do that in a hook such as on_train_batch_start"
     )
 
 
-class DataAssignedError(Exception):
-    """Code assigns to the data of a weight on a device."""
+class DataAssignedError(UnsupportedModelError):
+    """Code assigns to the data of a weight on a device.
+
+    Args:
+        weight: which one.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(changes_data(layer_of_caller()))
+        self.weight = weight
 
 
 def make_resident(weight: nn.Parameter) -> nn.Parameter:
@@ -54,7 +78,7 @@ def make_resident(weight: nn.Parameter) -> nn.Parameter:
 def _resident(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     def assign(weight: Tensor, value: Tensor) -> None:
         if not _is_same_view(weight, value):
-            raise DataAssignedError
+            raise DataAssignedError(weight)
 
     # A detached tensor counts its changes together with the weight.
     content = {
@@ -75,12 +99,24 @@ def _is_same_view(one: Tensor, other: Tensor) -> bool:
 
 def host_buffer(key: BufferKey) -> Tensor | None:
     """The user's own buffer, also while something stands in for it."""
+    if isinstance(key, ParameterKey):
+        return key.parameter
     buffer = key[0]._buffers.get(key[1])
     return getattr(buffer, "host_buffer", buffer)
 
 
+def buffer_of(key: BufferKey) -> Tensor:
+    """The user's own buffer."""
+    buffer = host_buffer(key)
+    assert buffer is not None
+    return buffer
+
+
 def set_host_buffer(key: BufferKey, tensor: Tensor) -> None:
-    """Let another tensor be the user's own buffer."""
+    """Let another tensor be the user's own buffer, or what a parameter of theirs holds."""
+    if isinstance(key, ParameterKey):
+        key.parameter.data = tensor
+        return
     stand_in: Any = key[0]._buffers[key[1]]
     if hasattr(stand_in, "host_buffer"):
         stand_in.host_buffer = tensor
@@ -90,7 +126,7 @@ def set_host_buffer(key: BufferKey, tensor: Tensor) -> None:
 
 def bytes_of(keys: Iterable[BufferKey]) -> int:
     """Bytes of buffers."""
-    buffers = [owner._buffers[name] for owner, name in keys]
+    buffers = map(host_buffer, keys)
     return sum(num_bytes_of(buffer) for buffer in buffers if buffer is not None)
 
 
@@ -103,6 +139,8 @@ class SwappedLayer:
         module: the module, None for a parameter of the glue.
         parameters: its parameters, each once.
         buffers: owner and name of each of its buffers.
+        held: frozen parameters that layers set, which are buffers of them, too: one dict for all layers.
+        num_owners: how many modules that are layers have each parameter: one counter for all layers.
         compute_dtype: the type in which its floating parameters and inputs are on the device; None for their own.
         attributes: what its code keeps on its modules beside.
         companions: the tensors that its code keeps of frozen parameters.
@@ -144,6 +182,8 @@ class SwappedLayer:
         self.composed = frozenset(filter(is_composed, self.parameters))
         self.buffers = buffers_of(module) if module is not None else []
         self._own_buffers = frozenset(self.buffers)
+        self.held: dict[nn.Parameter, tuple[SwappedLayer, ParameterKey]] = {}
+        self.num_owners: Counter[nn.Parameter] = Counter()
         self.attributes = AttributesOfLayer(list(module.modules()) if module is not None else [], self.buffers)
         self.buffer_writes: Counter[BufferKey] = Counter()
         self.unversioned_buffers: set[BufferKey] = set()
@@ -178,6 +218,27 @@ class SwappedLayer:
     def has_unknown_buffers(self) -> bool:
         """Whether its calls are still looked at for buffers that are changed through `.data`."""
         return bool(self.buffers) and self.num_compared_calls < COMPARED_CALLS
+
+    def hold_as_buffers(self, parameters: Collection[nn.Parameter]) -> list[ParameterKey]:
+        """Have some parameters as buffers from now on, if all are frozen, and in one place each. What they are held as."""
+        found: list[ParameterKey] = []
+        modules = [] if self.module is None else list(self.module.modules())
+        for parameter in parameters:
+            places = [place for place in self._places if place.parameter is parameter]
+            owners = [each for each in modules if each._parameters is places[0].container]
+            if parameter.requires_grad or self.num_owners[parameter] > 1 or len(places) > 1 or not owners:
+                return []
+            key = ParameterKey((owners[0], places[0].key))
+            key.parameter = parameter
+            found.append(key)
+        # Its other buffers are apart in the call that has begun, which is to run again.
+        if self.buffers and not self.has_unknown_buffers():
+            return []
+        self.held.update((key.parameter, (self, key)) for key in found)
+        self.buffers += found
+        self._own_buffers = frozenset(self.buffers)
+        self.changing_buffers.update(found)
+        return found
 
     def note_calls(self, before: Mapping[BufferKey, Tensor], after: Mapping[BufferKey, Tensor | None]) -> None:
         """Compare its buffers before and after a call."""
@@ -286,17 +347,20 @@ class SwappedLayer:
                 "is swapped with its own: compute with the functions of torch.nn.functional instead, or train with "
                 "Trainer(strategy='auto')"
             )
-        outside_buffers = {(owner, name): owner._buffers[name] for owner, name in buffers}
+        outside_buffers = {key: _tensors_of(key)[key[1]] for key in buffers}
         containers = [(attributes, name, attributes[name]) for attributes, name in self._containers]
         derived = [(weight, weight.get()) for weight in self._derived]
         left: dict[BufferKey, Tensor | None] = {}
         for place in self._places:
             place.container[place.key] = parameters[place.parameter]
-        for (owner, name), tensor in buffers.items():
-            owner._buffers[name] = tensor
+        for key, tensor in buffers.items():
+            _tensors_of(key)[key[1]] = tensor
         try:
             yield left
         finally:
+            for key, value in outside_buffers.items():
+                left[key] = _tensors_of(key).get(key[1])
+                _tensors_of(key)[key[1]] = value
             for place, value in outside:
                 place.container[place.key] = value
             # What the code made of the weights would keep them on the device.
@@ -304,9 +368,6 @@ class SwappedLayer:
                 attributes[name] = container
             for weight, value in derived:
                 weight.set(value)
-            for (owner, name), value in outside_buffers.items():
-                left[owner, name] = owner._buffers.get(name)
-                owner._buffers[name] = value
 
     def bound_weight(self, parameter: nn.Parameter) -> Tensor | None:
         """What the layer's code finds in a parameter's place, while it runs; None if it has none."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.model.host_store import ALONE, HostStore, Slot, lay_out, num_users
-from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, bytes_of, host_buffer
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer_of, bytes_of
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.parts import is_composed, parts_of
@@ -299,8 +299,6 @@ class SwappedPack:
         self.index = index
         self.layers = list(layers)
         self.parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters))
-        # Layers may share modules.
-        self.buffers = list(dict.fromkeys(key for layer in layers for key in layer.buffers))
         self.is_narrow = False
         self._store = store
         self._layouts: dict[bool, Layout] = {}
@@ -316,6 +314,11 @@ class SwappedPack:
         """Its first and last layer."""
         first, last = self.layers[0].name, self.layers[-1].name
         return first if first == last else f"{first} … {last}"
+
+    @property
+    def buffers(self) -> list[BufferKey]:
+        """Those of its layers, which may share modules."""
+        return list(dict.fromkeys(key for layer in self.layers for key in layer.buffers))
 
     @property
     def layout(self) -> Layout:
@@ -440,10 +443,3 @@ def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, to
         master_bytes,
         copied,
     )
-
-
-def buffer_of(key: BufferKey) -> Tensor:
-    """The user's own buffer."""
-    buffer = host_buffer(key)
-    assert buffer is not None
-    return buffer

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.memory.kept_graphs import HasGraph
 from lightning_harmony.engine.memory.stash import Stashed
-from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
-from lightning_harmony.engine.model.pack import Residency, buffer_of
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer_of
+from lightning_harmony.engine.model.pack import Residency
 
 CPU = torch.device("cpu")
 

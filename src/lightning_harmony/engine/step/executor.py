@@ -163,7 +163,8 @@ class Executor:
 
     def parameters_in_graph(self) -> set[nn.Parameter]:
         """In a step, the parameters that its backward reads."""
-        return {each for layer in self._model.layers if layer.is_in_graph for each in layer.parameters}
+        held, layers = self._model.held, self._model.layers
+        return {each for layer in layers if layer.is_in_graph for each in layer.parameters if each not in held}
 
     # ---- between steps -------------------------------------------------------------------------------------------------
 

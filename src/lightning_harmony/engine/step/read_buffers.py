@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_harmony.engine.lanes.lane import AnyLane, current_lane
-from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, version_of
-from lightning_harmony.engine.model.pack import buffer_of
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer_of, version_of
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.parts import is_composed

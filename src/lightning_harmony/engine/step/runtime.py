@@ -22,8 +22,8 @@ from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.stash import Alias, Stashed, is_small
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Launched, Transfers
 from lightning_harmony.engine.model.host_store import begins_in, lies_in
-from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, layer_of_caller
-from lightning_harmony.engine.model.pack import Residency, buffer_of
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer_of, layer_of_caller
+from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.lone_calls import LoneCalls
 from lightning_harmony.engine.step.observer import Observer
@@ -297,7 +297,7 @@ class Runtime:
             in_place: whether what has its memory is changed, too.
         """
         step, views = self._step, self.views()
-        if not (step.is_running and step.is_sequential) or is_composed(parameter):
+        if not (step.is_running and step.is_sequential) or is_composed(parameter) or parameter in self._model.held:
             return None
         if in_place and views is not None and views.has_of(parameter):
             return None

@@ -13,7 +13,14 @@ from lightning_harmony.engine.glue.buffer_stand_in import BufferStandIn
 from lightning_harmony.engine.glue.runtime import Runtime
 from lightning_harmony.engine.model.derived import DerivedWeight, derived_weights
 from lightning_harmony.engine.model.host_store import HostStore
-from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffers_of, host_buffer, move_buffers
+from lightning_harmony.engine.model.layer import (
+    BufferKey,
+    ParameterKey,
+    SwappedLayer,
+    buffers_of,
+    host_buffer,
+    move_buffers,
+)
 from lightning_harmony.engine.updates.postponed import PostponedUpdate
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.plan import visits_of
@@ -36,6 +43,7 @@ class SwappedModel:
         names: of its parameters.
         derived: the weights that hooks of layers compute, by their qualified names.
         compute_dtype: the type in which layers compute.
+        held: frozen parameters that layers set in their forward, with these, and the buffers that they are.
     """
 
     def __init__(
@@ -58,9 +66,12 @@ class SwappedModel:
         writes: Counter[BufferKey] = Counter()
         self._changed_buffers: set[BufferKey] = set()
         self._shown_buffers: dict[BufferKey, BufferStandIn] = {}
+        self._num_owners = Counter(p for layer in layers for p in layer.parameters)
+        self.held: dict[nn.Parameter, tuple[SwappedLayer, ParameterKey]] = {}
+        num_owners = self._num_owners.copy()
         for layer in self.layers:
             layer.buffer_writes, layer.changed_buffers = writes, self._changed_buffers
-        self._num_owners = Counter(p for layer in layers for p in layer.parameters)
+            layer.held, layer.num_owners = self.held, num_owners
         # They stay on the device throughout.
         self._glue_buffers = self._unowned_buffers()
         move_buffers(self._glue_buffers, root)
@@ -83,6 +94,7 @@ class SwappedModel:
     def add_glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
         """Make a layer of a parameter that glue uses."""
         layer = SwappedLayer(len(self.layers), self.names[parameter], None, [parameter], self.compute_dtype)
+        layer.held = self.held
         self.glue_layers[parameter] = layer
         self.layers.append(layer)
         self._num_owners[parameter] += 1
@@ -146,6 +158,8 @@ class SwappedModel:
             runtime: reads them.
         """
         for key, tensor in newest.items():
+            if isinstance(key, ParameterKey):
+                continue
             host, known = host_buffer(key), self._shown_buffers.get(key)
             assert host is not None
             if known is None or (known.shape, known.dtype) != (tensor.shape, tensor.dtype):

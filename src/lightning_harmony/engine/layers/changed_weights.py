@@ -1,0 +1,80 @@
+"""What the code of a layer does to its weights in a call: swapping would lose that. Frozen ones become buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from lightning_harmony.engine.layers.call_weights import CallWeights
+from lightning_harmony.engine.model.layer import DataAssignedError, SwappedLayer
+from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.structures.operations import Unseen
+from lightning_harmony.engine.structures.parts import are_equal, parts_of
+from lightning_harmony.errors import UnsupportedModelError
+
+
+class WeightsBefore:
+    """The weights of a layer before its code runs.
+
+    Args:
+        layer: what is called.
+        residency: of its pack.
+    """
+
+    def __init__(self, layer: SwappedLayer, residency: Residency) -> None:
+        self._layer, self._residency = layer, residency
+        self._version = residency.weights._version
+        self._gathered, self._composed = self._storages_of(layer.gathered), self._storages_of(layer.composed)
+
+    def have_changed(self, weights: CallWeights, error: DataAssignedError | None, *, may_hold: bool) -> bool:
+        """Whether the code has changed frozen parameters, as averages of a codebook are: they are buffers of it from now on.
+
+        Args:
+            weights: as the code found them.
+            error: what has ended the code, if it has assigned to the data of a weight.
+            may_hold: whether it can run again, and find them so.
+
+        Raises:
+            UnsupportedModelError: if it has changed others.
+        """
+        layer, residency = self._layer, self._residency
+        has_written = (
+            self._gathered == self._storages_of(layer.gathered) and residency.weights._version != self._version
+        )
+        is_changed = (has_written and not residency.is_as_it_came()) or self._composed != self._storages_of(
+            layer.composed
+        )
+        if error is None and not is_changed and not weights.have_changed_wide():
+            return False
+        if may_hold and not weights.have_changed_wide() and self._hold_changed(error):
+            return True
+        raise error or UnsupportedModelError(
+            f"layer {layer.name!r} modifies a parameter in place in its forward, or its data, which swapping would lose; "
+            "do that in a hook such as on_train_batch_start, or run the model once before the fit if its first call alone does"
+        )
+
+    def _hold_changed(self, error: DataAssignedError | None) -> bool:
+        """Make buffers of the frozen parameters that were changed; whether no others were."""
+        layer, residency = self._layer, self._residency
+        with torch.inference_mode(False), torch.no_grad(), Unseen():
+            pairs = [(p, residency.leaves[p]) for p in layer.parameters]
+            if any(leaf.dtype is not p.dtype for p, leaf in pairs) or layer.composed or layer.companions:
+                return False
+            changed = {
+                p: leaf
+                for p, leaf in pairs
+                if (error is not None and leaf is error.weight) or not are_equal(leaf.detach().to(p.device), p.detach())
+            }
+            found = layer.hold_as_buffers(changed)
+            for key in found:
+                changed[key.parameter].detach().copy_(key.parameter)
+                residency.buffers[key] = key.parameter.detach().to(residency.weights.device, copy=True)
+        layer.note_host_buffers(found)
+        return bool(found)
+
+    def _storages_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        """Where weights lie. That cuDNN gathers some counts as a change in inference mode; code may compose others anew."""
+        leaves = self._residency.leaves
+        return [part.untyped_storage()._cdata for p in parameters for part in parts_of(leaves[p])]
