@@ -234,21 +234,11 @@ class AssignsTheDataOfItsWeight(Switch):
         return self.linear(x)
 
 
-class DifferentiatesWithin(Switch):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if self.bad:
-            (slope,) = torch.autograd.grad(y.sum(), self.linear.weight, retain_graph=True)
-            return y + slope.sum()
-        return y
-
-
 CHANGES_DATA = ["changes the data of a parameter", "on_train_batch_start"]
 BAD_LAYERS: dict[type[Switch], list[str]] = {
     ChangesItsWeight: ["net.blocks.", "modifies a parameter in place", "on_train_batch_start"],
     ClampsTheDataOfItsWeight: ["net.blocks.", "modifies a parameter in place", "or its data", "on_train_batch_start"],
     AssignsTheDataOfItsWeight: ["net.blocks.", *CHANGES_DATA],
-    DifferentiatesWithin: ["inside a layer's forward", "training_step instead"],
 }
 
 
@@ -435,35 +425,6 @@ def test_double_backward_through_a_layer_is_refused() -> None:
     )
     module.create_graph = False
     assert_trains(module, lambda: fit(module))
-
-
-class Descending(nn.Linear):
-    """Goes down the gradient of an energy, as force fields do."""
-
-    create_graph = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        energy = super().forward(x).square().sum()
-        (gradient,) = torch.autograd.grad(energy, x, create_graph=self.create_graph)
-        return x - gradient + 0 * energy
-
-
-@pytest.mark.parametrize(
-    ("create_graph", "words"),
-    [
-        (True, ["double backward", "create_graph=True", "layer 'net", "strategy='auto'"]),
-        (False, ["inside a layer's forward", "that of 'net", "in the training_step instead"]),
-    ],
-    ids=["a graph of it", "no graph"],
-)
-def test_a_gradient_within_a_layer_is_refused_with_a_way_out_that_is_one(create_graph: bool, words: list[str]) -> None:
-    net = nets.Language()
-    layer = Descending(nets.WIDTH, nets.WIDTH)
-    layer.create_graph = create_graph
-    net.blocks = nn.ModuleList([layer])
-    module = Net(net)
-    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
 
 
 class BackwardWithGraph(Net):

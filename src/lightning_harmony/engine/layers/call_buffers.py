@@ -95,6 +95,10 @@ class CallBuffers:
         self._keep(changed, residency)
         return changed
 
+    def restore(self, residency: Residency) -> None:
+        """Let the pack have what the call has found."""
+        residency.buffers.update(self._before)
+
     def _keep(self, changed: Iterable[BufferKey], residency: Residency) -> None:
         """Keep what a recompute must find, but not in the pack's memory, which does not last."""
         before = {key: self._before[key] for key in changed if key in self._before}

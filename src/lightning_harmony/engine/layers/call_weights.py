@@ -328,6 +328,7 @@ def second_backward(layer: SwappedLayer) -> UnsupportedModelError:
 def double_backward(layer: SwappedLayer) -> UnsupportedModelError:
     """What is raised where a backward is to be differentiated."""
     return UnsupportedModelError(
-        f"double backward (create_graph=True) goes through swapped layer {layer.name!r}, which recomputes and "
-        "keeps no graph: use Trainer(strategy='auto'), or penalize a difference of two outputs instead of a gradient"
+        f"double backward (create_graph=True) goes through swapped layer {layer.name!r}, which recomputes and keeps no graph: "
+        "make a layer of the module that computes the gradient in its forward with HarmonyStrategy(layers=...), use "
+        "Trainer(strategy='auto'), or penalize a difference of two outputs instead of a gradient"
     )

@@ -15,6 +15,20 @@ from lightning_harmony.engine.structures.parts import are_equal, parts_of
 from lightning_harmony.errors import UnsupportedModelError
 
 
+class DifferentiatesError(UnsupportedModelError):
+    """The code of a layer begins a backward in its forward.
+
+    Args:
+        layer: which one.
+    """
+
+    def __init__(self, layer: SwappedLayer) -> None:
+        super().__init__(
+            f"a backward starts inside a layer's forward, that of {layer.name!r}, whose saved tensors are not kept, or which "
+            "comes to its parameters: compute that gradient in the training_step instead"
+        )
+
+
 class WeightsBefore:
     """The weights of a layer before its code runs.
 
@@ -28,18 +42,28 @@ class WeightsBefore:
         self._version = residency.weights._version
         self._gathered, self._composed = self._storages_of(layer.gathered), self._storages_of(layer.composed)
 
-    def have_changed(self, weights: CallWeights, error: DataAssignedError | None, *, may_hold: bool) -> bool:
-        """Whether the code has changed frozen parameters, as averages of a codebook are: they are buffers of it from now on.
+    def has_to_run_again(
+        self, weights: CallWeights, error: DataAssignedError | DifferentiatesError | None, *, may_again: bool
+    ) -> bool:
+        """Whether the code does for the first time what takes preparations.
+
+        It has changed frozen parameters, as averages of a codebook are: they are buffers of the layer from now on. Or it has
+        begun a backward: what its graph saves is kept from now on, while it runs.
 
         Args:
             weights: as the code found them.
-            error: what has ended the code, if it has assigned to the data of a weight.
-            may_hold: whether it can run again, and find them so.
+            error: what has ended the code.
+            may_again: whether it can run again.
 
         Raises:
-            UnsupportedModelError: if it has changed others.
+            UnsupportedModelError: if it has changed others, or cannot run again.
         """
         layer, residency = self._layer, self._residency
+        if isinstance(error, DifferentiatesError):
+            if not may_again or layer.differentiates:
+                raise error
+            layer.differentiates = True
+            return True
         has_written = (
             self._gathered == self._storages_of(layer.gathered) and residency.weights._version != self._version
         )
@@ -48,7 +72,7 @@ class WeightsBefore:
         )
         if error is None and not is_changed and not weights.have_changed_wide():
             return False
-        if may_hold and not weights.have_changed_wide() and self._hold_changed(error):
+        if may_again and not weights.have_changed_wide() and self._hold_changed(error):
             return True
         raise error or UnsupportedModelError(
             f"layer {layer.name!r} modifies a parameter in place in its forward, or its data, which swapping would lose; "

@@ -21,7 +21,7 @@ from lightning_harmony.engine.layers.call_weights import (
     double_backward,
     second_backward,
 )
-from lightning_harmony.engine.layers.changed_weights import WeightsBefore
+from lightning_harmony.engine.layers.changed_weights import DifferentiatesError, WeightsBefore
 from lightning_harmony.engine.layers.narrow import CastWatch
 from lightning_harmony.engine.layers.narrow_weight import really
 from lightning_harmony.engine.layers.owned_results import OwnedResults
@@ -88,6 +88,7 @@ class LayerCall:
         self._weights = CallWeights(
             self.layer, runtime, anchor, is_compiled=self._is_compiled, with_graph=self._with_graph
         )
+        self._begun: DifferentiatesError | None = None
         self._keeps = self._is_running = self._is_announced = self._is_over = False
         self.use = 0
 
@@ -109,10 +110,7 @@ class LayerCall:
                 with runtime.surroundings.running(residency):
                     result = self._recorded(args, kwargs) if whole else self._run_in_graph(args, kwargs)
                 if (kind := arguments.written_to()) is not None:
-                    raise UnsupportedModelError(
-                        f"layer {layer.name!r} writes into a {kind} that it is called with, whose tensors were cast or are on "
-                        "another device: return a new one, or use HarmonyPrecision('bf16-mixed') and Trainer(devices=1)"
-                    )
+                    raise _writes_into(layer, kind)
                 runtime.note_made(result)
                 return arguments.with_originals(result)
             finally:
@@ -140,18 +138,21 @@ class LayerCall:
     def _run_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer, residency, with_graph = self.layer, self.residency, self._with_graph
         # What a compiler makes of narrow weights may round at other places in the backward.
-        watch = None if self._is_compiled else self.runtime.watch(layer, residency)
+        is_watched = not (self._is_compiled or layer.differentiates)
+        watch = self.runtime.watch(layer, residency) if is_watched else None
         self._recompute = recompute = Recompute(layer, self.runtime, self._arguments)
         if with_graph:
             self._prepare_backward()
         recompute.begin(residency, with_graph=with_graph, is_certain=with_graph or watch is not None)
         self._is_running = True
-        result, left, is_changed = self._run_watched(args, kwargs, watch)
-        while is_changed:
-            watch, self._saves = None, Saves()
-            recompute.begin_again(residency)
-            result, left, is_changed = recompute.as_found(residency, self._run_watched, args, kwargs, watch)
+        result, left, is_again = self._run_watched(args, kwargs, watch)
+        while is_again:
+            watch, self._saves, self._begun = None, Saves(), None
+            with recompute.in_place_of_the_last(residency):
+                result, left, is_again = self._run_watched(args, kwargs, None)
         self._is_running = False
+        if layer.differentiates and not self._keeps:
+            self._saves.clear()
         if with_graph:
             recompute.note_inputs()
         has_changed = recompute.take_over(residency, left)
@@ -166,26 +167,22 @@ class LayerCall:
     ) -> tuple[Any, Mapping[BufferKey, Tensor | None], bool]:
         """What the layer returns, how it leaves its buffers, and whether it has to run again, with more of them."""
         layer, residency, recompute = self.layer, self.residency, self._recompute
-        before, result, assigned = WeightsBefore(layer, residency), None, None
+        before, result, failed = WeightsBefore(layer, residency), None, None
         with self._saving() if self._with_graph else nullcontext():
             bound = self._weights.bind(self)
             with recompute.beside(residency), layer.bound(bound, recompute.buffers) as left, watch or nullcontext():
                 try:
                     result = self._run(*args, **kwargs)
-                except DataAssignedError as error:
-                    assigned = error
-        may_hold = self._with_graph and not self._is_compiled and not self.runtime.is_spread(layer)
-        return result, left, before.have_changed(self._weights, assigned, may_hold=may_hold)
+                except (DataAssignedError, DifferentiatesError) as error:
+                    failed = error
+        may_again = self._with_graph and not self._is_compiled and not self.runtime.is_spread(layer)
+        return result, left, before.has_to_run_again(self._weights, failed or self._begun, may_again=may_again)
 
     def _prepare_backward(self) -> None:
         """Keep what a recompute needs."""
         layer, runtime = self.layer, self.runtime
         if parametrize._cache_enabled and layer.is_parametrized:
-            raise UnsupportedModelError(
-                f"layer {layer.name!r} is called within torch.nn.utils.parametrize.cached(), which would keep its "
-                "weight for other calls, and with it the graph of this one: call it outside of that, or make a layer of the "
-                "module that does so with HarmonyStrategy(layers=...)"
-            )
+            raise _within_cache(layer)
         if self._weights.trained or self._arguments.may_require_gradients():
             self._keep_inputs()
         if self._weights.trained:
@@ -216,7 +213,9 @@ class LayerCall:
             return SavedWeight(self, parameter, leaf, tensor)
         # Modes that are active in the layer are not to see this.
         with DisableTorchFunction():
-            saved = SavedTensor(tensor, f"layer {self.layer.name!r}", self.open, keep=self._keeps)
+            saved = SavedTensor(
+                tensor, f"layer {self.layer.name!r}", self.open, keep=self._keeps or self.layer.differentiates
+            )
         self._saves.add(saved)
         return saved
 
@@ -299,13 +298,14 @@ class LayerCall:
 
     def open(self, saved: SavedTensor | None = None) -> None:
         """A backward has come to the call, and asks for a saved tensor."""
+        if self._is_running:
+            if self.layer.differentiates:
+                return
+            # The layer's code may catch it.
+            self._begun = DifferentiatesError(self.layer)
+            raise self._begun
         if torch.is_grad_enabled() and not isinstance(torch._C._current_autograd_node(), torch._C._FunctionBase):
             raise double_backward(self.layer)
-        if self._is_running:
-            raise UnsupportedModelError(
-                f"a backward starts inside a layer's forward, that of {self.layer.name!r}, whose saved tensors are not kept: "
-                "compute that gradient in the training_step instead"
-            )
         if self.runtime.open_call.call is self and (saved is None or saved.content is not None):
             return
         with self.runtime.calling():
@@ -319,6 +319,8 @@ class LayerCall:
 
     def enter(self) -> None:
         """The backward is in the call from now on, until it goes on elsewhere."""
+        if self._is_running:
+            raise DifferentiatesError(self.layer)
         self.runtime.open_call.enter(self, self.layer, self._enter)
 
     def _enter(self, residency: Residency, stack: ExitStack) -> None:
@@ -357,9 +359,24 @@ class LayerCall:
         running = self.runtime.surroundings.running(self.residency)
         with running, self.runtime.measuring_graph(self.layer), torch.enable_grad():
             run = partial(self._recompute.run, self.residency, self._run)
-            if not self._saves.fill(run, is_compiled=self._is_compiled):
+            if not self._saves.fill(run, is_compiled=self._is_compiled, keeps=self.layer.differentiates):
                 raise _other_saves(self.layer)
         self._recompute.fill_again(self._saves)
+
+
+def _writes_into(layer: SwappedLayer, kind: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"layer {layer.name!r} writes into a {kind} that it is called with, whose tensors were cast or are on "
+        "another device: return a new one, or use HarmonyPrecision('bf16-mixed') and Trainer(devices=1)"
+    )
+
+
+def _within_cache(layer: SwappedLayer) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"layer {layer.name!r} is called within torch.nn.utils.parametrize.cached(), which would keep its "
+        "weight for other calls, and with it the graph of this one: call it outside of that, or make a layer of the "
+        "module that does so with HarmonyStrategy(layers=...)"
+    )
 
 
 def _other_saves(layer: SwappedLayer) -> UnsupportedModelError:

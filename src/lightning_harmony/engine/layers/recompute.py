@@ -74,9 +74,23 @@ class Recompute:
         last_filled = self._runtime.last_filled() if self._layer.buffers else {}
         self._buffers = CallBuffers(self._layer, residency, last_filled, copies=with_graph)
 
-    def begin_again(self, residency: Residency) -> None:
-        """The layer's code is about to run once more, in the place of the run that has begun: it has other buffers now."""
+    @contextmanager
+    def in_place_of_the_last(self, residency: Residency) -> Iterator[None]:
+        """The context in which the layer's code runs once more, as if the run that has begun had not been.
+
+        Raises:
+            UnsupportedModelError: if it changes what is not taken back.
+        """
+        if self._unchanged.have_changed():
+            raise _runs_twice(self._layer, "one of its inputs")
+        self.attributes.restore()
+        self._random.restore(residency.cuda_index)
+        self._buffers.restore(residency)
         self._buffers = CallBuffers(self._layer, residency, self._runtime.last_filled(), copies=True)
+        elsewhere = self._runtime.changes_elsewhere()
+        yield
+        if (name := elsewhere()) is not None:
+            raise _runs_twice(self._layer, name)
 
     @property
     def buffers(self) -> Mapping[BufferKey, Tensor]:
@@ -146,17 +160,6 @@ class Recompute:
             leaves = [leaf.load() if isinstance(leaf, StashedObject) else leaf for leaf in self._objects]
         args, kwargs = self._arguments.again(inputs, leaves)
         del inputs, leaves
-        return self.as_found(residency, own, *args, **kwargs)
-
-    def as_found(self, residency: Residency, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run code with what the call found beside its arguments, buffers and weights. What that changes is taken back.
-
-        Args:
-            residency: of the layer's pack.
-            own: the code.
-            args: its arguments.
-            kwargs: more of them.
-        """
         with self._random.entered(residency.cuda_index):
             attributes = self._layer.attributes.as_they_were(self.attributes)
             with self._ambient.entered(), self._runtime.recomputing(), attributes, self._elsewhere():
@@ -169,6 +172,13 @@ class Recompute:
     def forget_inputs(self) -> None:
         """It runs no more."""
         self._inputs, self._objects = [], []
+
+
+def _runs_twice(layer: SwappedLayer, changed: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"layer {layer.name!r} runs twice, as it sets a frozen parameter or computes a gradient in its forward for the first "
+        f"time, and changes {changed} in both runs: return that, or do it in the training_step"
+    )
 
 
 class _Unchanged:

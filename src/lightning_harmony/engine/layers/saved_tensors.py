@@ -97,12 +97,13 @@ class Saves:
         for saved in self.alive():
             saved.content = None
 
-    def fill(self, run: Callable[[], Any], *, is_compiled: bool = False) -> bool:
+    def fill(self, run: Callable[[], Any], *, is_compiled: bool = False, keeps: bool = False) -> bool:
         """Bring all by a recompute, which ends with the last one.
 
         Args:
             run: the call, once more.
             is_compiled: whether it is one of compiled code.
+            keeps: whether its graph keeps what it saves: the code differentiates that itself.
 
         Returns:
             Whether it saved what the call had saved.
@@ -110,8 +111,9 @@ class Saves:
         filling = _Filling([None if place is None else place() for place in self._places])
         # Code that a compiler leaves to Python would have it traced.
         take = torch.compiler.disable(filling.take) if is_compiled else filling.take
+        hooks = (filling.take_and_keep, _as_it_is) if keeps else (take, _refuse)
         try:
-            with saved_tensors_hooks(take, _refuse):
+            with saved_tensors_hooks(*hooks):
                 run()
         # User code may have caught it, or wrapped it in an error of its own.
         except (Filled, Exception):
@@ -142,6 +144,11 @@ class _Filling:
         if not (is_right and self._remaining):
             self.is_over, self.is_full = True, is_right
             raise Filled
+
+    def take_and_keep(self, tensor: Tensor) -> Tensor:
+        """A tensor is saved, and its graph keeps it."""
+        self.take(tensor)
+        return detached(tensor)
 
 
 def refuse_hooks_of_others(what: str) -> None:
@@ -202,6 +209,10 @@ def _saves(kind: type) -> bool:
 def drop(tensor: Tensor) -> None:
     """Keep nothing of a tensor that is saved, where no backward will come."""
     return
+
+
+def _as_it_is(saved: Tensor) -> Tensor:
+    return saved
 
 
 def _refuse(saved: None) -> Tensor:

@@ -140,6 +140,7 @@ class SwappedLayer:
         parameters: its parameters, each once.
         buffers: owner and name of each of its buffers.
         held: frozen parameters that layers set, which are buffers of them, too: one dict for all layers.
+        differentiates: whether its code computes gradients in its forward.
         num_owners: how many modules that are layers have each parameter: one counter for all layers.
         compute_dtype: the type in which its floating parameters and inputs are on the device; None for their own.
         attributes: what its code keeps on its modules beside.
@@ -194,6 +195,7 @@ class SwappedLayer:
         self.is_training = self.is_in_graph = self.reaches_elsewhere = self.shares_inputs = False
         self.changed_buffers: set[BufferKey] = set()
         self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
+        self.differentiates = False
         self.compute_dtype = compute_dtype
         self.companions = Companions((), ()) if module is None else Companions(module.modules(), self.parameters)
         with_companions = self.companions.parameters
@@ -231,9 +233,6 @@ class SwappedLayer:
             key = ParameterKey((owners[0], places[0].key))
             key.parameter = parameter
             found.append(key)
-        # Its other buffers are apart in the call that has begun, which is to run again.
-        if self.buffers and not self.has_unknown_buffers():
-            return []
         self.held.update((key.parameter, (self, key)) for key in found)
         self.buffers += found
         self._own_buffers = frozenset(self.buffers)
