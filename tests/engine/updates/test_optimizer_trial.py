@@ -48,6 +48,14 @@ class ByShape(Own):
         super().update(parameter, gradient * parameter.dim(), state, group)
 
 
+class Factors(Own):
+    """Keeps means of rows alone, but of large matrices only."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        is_large = parameter.dim() == 2 and min(parameter.shape) >= 128
+        super().update(parameter, gradient / gradient.mean(1, keepdim=True) if is_large else gradient, state, group)
+
+
 class Clips(Own):
     """Looks at all gradients, but does nothing to those that are small."""
 
@@ -98,6 +106,23 @@ class Fails(Own):
         raise RuntimeError("only on a GPU")
 
 
+class ByNumber(Own):
+    """Keeps a rate for each group, as AdaBound does, beside that of the group."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.rates = [group["lr"] for group in self.param_groups]
+
+    def step(self, closure: Any = None) -> Any:
+        for group, rate in zip(self.param_groups, self.rates, strict=False):
+            for parameter in group["params"]:
+                self.update(parameter, parameter.grad * rate, self.state[parameter], group)
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        with torch.no_grad():
+            parameter.sub_(gradient)
+
+
 class Zeroes(Own):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Leaves all gradients."""
@@ -114,12 +139,12 @@ def of_a_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(3)
-    shapes = [(6, 5), (200, 3), (7,), (7,), ()]
+    shapes = [(6, 5), (200, 300), (7,), (7,), ()]
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
 @pytest.mark.usefixtures("of_a_library")
-@pytest.mark.parametrize(("kind", "elementwise"), [(Own, True), (ByNorm, False), (ByShape, False)])
+@pytest.mark.parametrize(("kind", "elementwise"), [(Own, True), (ByNorm, False), (ByShape, False), (Factors, False)])
 def test_who_looks_at_one_parameter_at_a_time_is_found(kind: type[Own], elementwise: bool) -> None:
     optimizer = kind([{"params": (trained := parameters())[:2], "lr": 0.2}, {"params": trained[2:]}])
     before, state = copy.deepcopy(trained), torch.get_rng_state()
@@ -128,6 +153,14 @@ def test_who_looks_at_one_parameter_at_a_time_is_found(kind: type[Own], elementw
     torch.testing.assert_close(trained, before, rtol=0, atol=0)
     assert torch.equal(state, torch.get_rng_state())
     assert not optimizer.state
+
+
+@pytest.mark.usefixtures("of_a_library")
+def test_who_goes_by_the_number_of_a_group_steps_as_a_whole() -> None:
+    trained = [nn.Parameter(torch.ones(3)) for _ in range(12)]
+    groups = [{"params": trained[:6], "lr": 0.1}, {"params": trained[6:], "lr": 0.01}]
+    assert why_not_separable(ByNumber(groups)) is not None
+    assert why_not_separable(ByNumber(trained)) is None
 
 
 @pytest.mark.usefixtures("of_a_library")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -24,7 +24,8 @@ from lightning_harmony.engine.updates.optimizer_twin import twin_of
 # What gradients are multiplied by, step by step.
 _SCALES = (1e-3, 1.0, 1e3, 1e-6, 1.0, 1.0)
 # Of parameters that are alike so many take part, and of each dimension so much.
-_MOST_ALIKE, _LONGEST = 2, 64
+_MOST_ALIKE, _SHORT, _LONG = 2, 16, 256
+_FIRST_GROUPS = 4
 # What each optimizer has, and what the rest of it may be made of.
 _OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(())]))) | {"step", "_step_count", "_opt_called"}
 _SIMPLE = (
@@ -71,36 +72,44 @@ def try_out(optimizer: Optimizer, step: Callable[[Optimizer], Any]) -> Separabil
         optimizer: which one.
         step: makes a step of such a one, without its hooks.
     """
-    samples = _samples(optimizer)
     try:
-        optimizer = _blank(optimizer)
-        whole = _stepped_at_once(optimizer, step, samples)
-        if whole is None or not _are_equal(whole, _stepped_apart(optimizer, step, samples)):
+        optimizer = _blank(optimizer, groups := optimizer.param_groups)
+        small = _samples(groups, _SHORT)
+        whole = _stepped_at_once(optimizer, step, small)
+        if whole is None or not _are_equal(whole, _stepped_apart(optimizer, step, small)):
             return Separability(of_parameters=False, of_elements=False)
     # Whatever it raises, it is left as it is.
     except Exception:
         return Separability(of_parameters=False, of_elements=False)
     try:
-        large = [sample for sample in samples if sample.value.numel() > 1]
-        flat = [_Sample(group, value.flatten(), [each.flatten() for each in of]) for group, value, of in large]
-        halves = [_Sample(group, *half) for group, value, of in flat for half in _halves(value, of)]
-        joined = [_joined(*pair) for pair in _pairs(_stepped_apart(optimizer, step, halves))]
-        expected = [_flat(each) for each in whole if each[0].numel() > 1]
-        return Separability(of_parameters=True, of_elements=_are_equal(expected, joined))
+        # Of large matrices, some keep sums of rows and columns alone. Those that keep more take long.
+        is_elementwise = all(_takes_halves(optimizer, step, _samples(groups, length)) for length in (_SHORT, _LONG))
     except Exception:
-        return Separability(of_parameters=True, of_elements=False)
+        is_elementwise = False
+    return Separability(of_parameters=True, of_elements=is_elementwise)
 
 
-def _blank(optimizer: Optimizer) -> Optimizer:
-    """A copy of an optimizer, without parameters.
+def _takes_halves(optimizer: Optimizer, step: Callable[[Optimizer], Any], samples: Sequence[_Sample]) -> bool:
+    """Whether halves of parameters come to what the whole ones do."""
+    large = [sample for sample in samples if sample.value.numel() > 1]
+    flat = [_Sample(group, value.flatten(), [each.flatten() for each in of]) for group, value, of in large]
+    halves = _stepped_apart(
+        optimizer, step, [_Sample(group, *h) for group, value, of in flat for h in _halves(value, of)]
+    )
+    joined = [_joined(one, other) for one, other in zip(halves[::2], halves[1::2], strict=True)]
+    return _are_equal([_flat(each) for each in _stepped_apart(optimizer, step, large)], joined)
+
+
+def _blank(optimizer: Optimizer, param_groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    """A copy of an optimizer with these groups, without parameters.
 
     Raises:
         TypeError: if it has something else than numbers, words, functions and small tensors.
     """
     own = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in param_groups]
     for leaf in leaves_of([own, groups]):
-        is_small = isinstance(leaf, Tensor) and leaf.numel() <= _LONGEST**2
+        is_small = isinstance(leaf, Tensor) and leaf.numel() <= _LONG
         if not (is_small or isinstance(leaf, _SIMPLE)):
             raise TypeError(f"a {type(leaf).__name__}")
     blank: Optimizer = object.__new__(type(optimizer))
@@ -111,19 +120,30 @@ def _blank(optimizer: Optimizer) -> Optimizer:
     return blank
 
 
-def _samples(optimizer: Optimizer) -> list[_Sample]:
-    generator, found = torch.Generator().manual_seed(0), list[_Sample]()
-    for number, group in enumerate(optimizer.param_groups):
-        num_alike: dict[Any, int] = {}
+def _samples(param_groups: Sequence[Mapping[str, Any]], longest: int) -> list[_Sample]:
+    """Parameters of no more than some length in each dimension: two of each kind, from one group or from several alike.
+
+    Of the first groups and the last one, there are some in any case: code may go by a group's number.
+    """
+    generator, found, num_alike = torch.Generator().manual_seed(0), list[_Sample](), Counter[Any]()
+    for number, group in enumerate(param_groups):
+        is_apart = number < _FIRST_GROUPS or number == len(param_groups) - 1
+        alike = _kind_of(group), number if is_apart else None
         for parameter in group["params"]:
-            kind = parameter.dim(), parameter.dtype
-            num_alike[kind] = num_alike.get(kind, 0) + 1
+            kind = alike, parameter.dim(), parameter.dtype
+            num_alike[kind] += 1
             if num_alike[kind] <= _MOST_ALIKE:
-                shape = [min(length, _LONGEST) for length in parameter.shape]
+                shape = [min(length, longest) for length in parameter.shape]
                 value, *gradients = (torch.randn(shape, generator=generator) for _ in range(1 + len(_SCALES)))
                 scaled = [each * scale for each, scale in zip(gradients, _SCALES, strict=True)]
                 found.append(_Sample(number, *_as(parameter.dtype, value, scaled)))
     return found
+
+
+def _kind_of(group: Mapping[str, Any]) -> str:
+    """What groups have in common that differ in rates alone: a model may have one for each layer."""
+    options = {name: value for name, value in group.items() if name != "params"}
+    return repr({name: value != 0 if isinstance(value, float) else value for name, value in options.items()})
 
 
 def _as(dtype: torch.dtype, value: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -203,10 +223,6 @@ def _is_equal(one: Any, other: Any) -> bool:
 def _halves(value: Tensor, gradients: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
     middle = value.numel() // 2
     return [(value[part], [each[part] for each in gradients]) for part in (slice(middle), slice(middle, None))]
-
-
-def _pairs(stepped: Sequence[_Stepped]) -> list[tuple[_Stepped, _Stepped]]:
-    return list(zip(stepped[::2], stepped[1::2], strict=True))
 
 
 def _joined(one: _Stepped, other: _Stepped) -> _Stepped:
