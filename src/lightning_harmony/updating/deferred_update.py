@@ -107,12 +107,11 @@ class DeferredUpdate:
         self._engine.updater.postponed.finish()
         streamed = self._engine.updater.streamed
         result = streamed.step_as_a_whole(optimizer, step, closure)
-        if streamed.steps_elsewhere and not self._has_warned:
+        if streamed.why_elsewhere is not None and not self._has_warned:
             self._has_warned = True
             self.policy.tree.warn(
-                f"{type(optimizer).__name__} steps as a whole, and the GPU has no room for its parameters, gradients and "
-                "state together: it steps on the host, where the last bit can differ. More memory with "
-                "HarmonyStrategy(device_memory=...), or one of torch's optimizers, avoids that"
+                f"{type(optimizer).__name__} steps as a whole, and on the host, where the last bit can differ: "
+                f"{streamed.why_elsewhere}. One of torch's optimizers may step on the GPU"
             )
         return result
 

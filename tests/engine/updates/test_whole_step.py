@@ -11,6 +11,8 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.report import Traffic
+from lightning_harmony.engine.model.host_store import ALONE, num_users
+from lightning_harmony.engine.updates import whole_step
 from lightning_harmony.engine.updates.whole_step import WholeStep, _asks_first
 
 
@@ -60,46 +62,124 @@ def test_what_code_looks_at_first_is_seen(kind: type[Optimizer], asks: bool) -> 
     assert _asks_first(optimizer.step) is asks
 
 
+class Climbs(Asking):
+    """Gives parameters other memory, has its closure run there, and gives them what they had."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        trained = [parameter for group in self.param_groups for parameter in group["params"]]
+        before = [parameter.data for parameter in trained]
+        for parameter in trained:
+            self.state[parameter]["before"] = parameter.data
+            parameter.data = parameter.data + 0.1 * parameter.grad
+        loss = super().step(closure)
+        for parameter, data in zip(trained, before, strict=True):
+            assert torch.equal(self.state[parameter]["before"], data)
+            moved = parameter.data
+            parameter.data, self.state[parameter]["before"].data = data - 0.1 * parameter.grad, moved
+        return loss
+
+
+def made(kind: type[Optimizer], whole: WholeStep | None) -> list[Tensor]:
+    """What three steps come to."""
+    trained = parameters()
+    optimizer, homes = kind(trained, lr=0.1), [each.data for each in trained]  # type: ignore[call-arg]
+
+    def bring_home() -> None:
+        # As the host store does before a forward, unless somebody keeps what was there.
+        for each, home in zip(trained, homes, strict=True):
+            if each.data_ptr() != home.data_ptr() and num_users(home) <= ALONE:
+                home.copy_(each.detach())
+                each.data = home
+
+    def closure() -> Tensor:
+        if whole is not None:
+            bring_home()
+        for each in trained:
+            each.grad = None
+        loss = sum(((each - 3) ** 2).sum() for each in trained)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        return loss.detach()
+
+    for _ in range(3):
+        loss = optimizer.step(closure) if whole is None else whole.make(optimizer, optimizer.step, closure)
+    if whole is not None:
+        bring_home()
+    gradients = [each.grad for each in trained if each.grad is not None]
+    state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
+    return [torch.as_tensor(loss), *trained, *gradients, *state]
+
+
 @pytest.mark.parametrize("kind", [Late, Asking, AdamW, LBFGS])
 @pytest.mark.parametrize("capacity", [None, 64])
-def test_a_step_is_what_it_is_elsewhere_and_its_closure_runs_at_home(
-    kind: type[Optimizer], capacity: int | None
-) -> None:
+def test_a_step_is_what_it_is_elsewhere(kind: type[Optimizer], capacity: int | None) -> None:
     device = VirtualDevice(capacity)
-    whole = WholeStep(
-        device, lambda parameter: True, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), Traffic()
-    )
-    found: list[list[Tensor]] = []
-    for makes in (None, whole):
-        trained = parameters()
-        optimizer, homes = kind(trained, lr=0.1), [each.data_ptr() for each in trained]  # type: ignore[call-arg]
-
-        def closure(trained: list[nn.Parameter] = trained, homes: list[int] = homes) -> Tensor:
-            assert [each.data_ptr() for each in trained] == homes
-            for each in trained:
-                each.grad = None
-            loss = sum(((each - 3) ** 2).sum() for each in trained)
-            assert isinstance(loss, Tensor)
-            loss.backward()
-            return loss.detach()
-
-        for _ in range(3):
-            loss = optimizer.step(closure) if makes is None else makes.make(optimizer, optimizer.step, closure)
-        assert [each.data_ptr() for each in trained] == homes
-        gradients = [each.grad for each in trained if each.grad is not None]
-        state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
-        found.append([torch.as_tensor(loss), *trained, *gradients, *state])
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    found = made(kind, of(device))
+    torch.testing.assert_close(found, made(kind, None), rtol=0, atol=0)
     assert device.allocated_bytes() == 0
 
 
-def test_state_that_is_a_gradient_stays_one() -> None:
-    whole = WholeStep(
-        VirtualDevice(None),
-        lambda parameter: True,
-        lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8),
-        Traffic(),
+@pytest.mark.parametrize("kind", [Late, Asking, AdamW, LBFGS, Climbs])
+def test_what_a_step_makes_comes_to_the_host_and_to_the_device_again(
+    kind: type[Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A virtual device that stands for a GPU: what is made there is not on the host."""
+    device, came = VirtualDevice(None), list[int]()
+    monkeypatch.setattr(whole_step, "_is_on_host", lambda tensor: not device.owns(tensor))
+    whole = of(device)
+    step = WholeStep.make
+
+    def make(self: WholeStep, optimizer: Optimizer, code: Any, closure: Any) -> Any:
+        def on_device(*args: Any) -> Any:
+            with device.computing():
+                return code(*args)
+
+        # Its closure is asked for first, or not, as the code of the step itself has it.
+        on_device.__wrapped__ = code  # type: ignore[attr-defined]
+        return step(self, optimizer, on_device, None if closure is None else apart(device, closure))
+
+    monkeypatch.setattr(WholeStep, "make", make)
+    begin, end = WholeStep._begin, WholeStep._end
+
+    def counted(self: WholeStep, optimizer: Optimizer) -> bool:
+        with device.on_host():
+            has_come = begin(self, optimizer)
+        came.append(len(self._come))
+        return has_come
+
+    def ended(self: WholeStep, optimizer: Optimizer) -> None:
+        with device.on_host():
+            end(self, optimizer)
+
+    monkeypatch.setattr(WholeStep, "_begin", counted)
+    monkeypatch.setattr(WholeStep, "_end", ended)
+    found = made(kind, whole)
+    torch.testing.assert_close(found, made(kind, None), rtol=0, atol=0)
+    assert [number for number, each in enumerate(found) if device.owns(each)] == []
+    # Parameters and gradients in the first step, and state as well in the last one.
+    assert came[-1] > 2 * len(parameters()) or kind in (Late, LBFGS)
+
+
+def apart(device: VirtualDevice, closure: Any) -> Any:
+    """A closure that computes on the host."""
+
+    def run() -> Any:
+        with device.on_host():
+            return closure()
+
+    return run
+
+
+def of(device: VirtualDevice) -> WholeStep:
+    return WholeStep(
+        device, lambda parameter: True, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), Traffic()
     )
+
+
+def test_state_that_is_a_gradient_stays_one() -> None:
+    whole = of(VirtualDevice(None))
     optimizer = Asking(trained := parameters(), lr=0.1)
     for each in trained:
         each.grad = torch.ones_like(each)

@@ -191,9 +191,9 @@ class StreamedUpdate:
         share.keep_states()
 
     @property
-    def steps_elsewhere(self) -> bool:
-        """Whether an optimizer has stepped on the host, which computes otherwise, as the device had no room for it."""
-        return self.spares_the_bus and self._whole_step.lacks_room
+    def why_elsewhere(self) -> str | None:
+        """Why an optimizer has stepped on the host, which computes otherwise than the device; None if none has."""
+        return self._whole_step.why_on_host if self.spares_the_bus else None
 
     def step_as_a_whole(
         self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None

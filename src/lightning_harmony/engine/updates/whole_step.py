@@ -78,7 +78,7 @@ class WholeStep:
         traffic: counts what comes and goes.
 
     Attributes:
-        lacks_room: whether there was none for an optimizer, which has stepped on the host.
+        why_on_host: why an optimizer has stepped there; None if none has.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class WholeStep:
         memory_on_host: Callable[[int], Tensor],
         traffic: Traffic,
     ) -> None:
-        self.lacks_room = False
+        self.why_on_host: str | None = None
         self._device, self._is_swapped = device, is_swapped
         self._memory_on_host, self._traffic = memory_on_host, traffic
         # Of what optimizers hold, whether a step has left it on the device.
@@ -135,21 +135,17 @@ class WholeStep:
     # ---- on the way there ----------------------------------------------------------------------------------------------
 
     def _begin(self, optimizer: Optimizer) -> bool:
-        """Bring all of it to the device; whether that has room."""
-        has_come = self._bring(optimizer)
-        self.lacks_room |= not has_come
-        return has_come
-
-    def _bring(self, optimizer: Optimizer) -> bool:
+        """Bring all of it to the device, if it can come, and there is room; whether it has come."""
         parameters = [each for each in parameters_of(optimizer) if self._is_swapped(each)]
         gradients = [each.grad for each in parameters if each.grad is not None]
         state = self._state_to_come(optimizer, frozenset(parameters))
         wanted = {id(each): each for each in [*parameters, *gradients, *state]}
         tensors = [each for each in wanted.values() if each.numel() and _is_on_host(each)]
-        if not all(each.layout is torch.strided and not is_composed(each) for each in tensors):
+        if not tensors:
             return False
-        regions = _regions_of(tensors)
-        if _overlap(regions.items()):
+        regions = _regions_of(tensors) if all(map(_is_plain, tensors)) else None
+        if regions is None or _overlap(regions.items()):
+            self.why_on_host = "some of what it works with is sparse, or composed of several tensors"
             return False
         copies = _PASSING_COPIES + (0 if optimizer.state else _ASSUMED_COPIES)
         # Gradients that a closure makes come, too.
@@ -191,10 +187,11 @@ class WholeStep:
         for region in regions:
             region.offset = num_bytes
             num_bytes += -(-(region.stop - region.start) // ALIGNMENT) * ALIGNMENT
-        if not num_bytes or not self._device.room_for(num_bytes + beside):
-            return False
-        with suppress(torch.OutOfMemoryError):
-            self._buffer = self._device.scratch(num_bytes)
+        if self._device.room_for(num_bytes + beside):
+            with suppress(torch.OutOfMemoryError):
+                self._buffer = self._device.scratch(num_bytes)
+        if self._buffer is None:
+            self.why_on_host = "the GPU has no room for its parameters, gradients and state together"
         return self._buffer is not None
 
     def _there(self, region: _Region) -> Tensor:
@@ -209,24 +206,17 @@ class WholeStep:
         if self._buffer is None:
             return
         held = [*_held_by(optimizer), *(each.grad for each in parameters_of(optimizer) if each.grad is not None)]
-        homes = {id(tensor): (tensor, home) for tensor, home, there in self._come if are_alike(tensor, there)}
-        # Code may have given a tensor other memory. What it had may be something else's by now.
-        elsewhere = [each for each in self._come if each.tensor.data_ptr() != each.there.data_ptr()]
+        # Code may have given a tensor other memory, which then is as what it has made.
+        homes = {
+            id(tensor): (tensor, home)
+            for tensor, home, there in self._come
+            if tensor.data_ptr() == there.data_ptr() and are_alike(tensor, there)
+        }
         for region in self._regions:
             region.host.copy_(self._there(region), non_blocking=True)
-        for tensor, home, _ in elsewhere:
-            if id(tensor) in homes:
-                home.copy_(tensor, non_blocking=True)
-        left_behind = {self._region_of(each.there).offset for each in elsewhere}
         made = {id(each): each for each in [*held, *(come.tensor for come in self._come)]}
         left = [each for key, each in made.items() if key not in homes and key not in self._stays]
-        for tensor in left:
-            if _address(tensor) == _address(self._buffer):
-                region = self._region_of(tensor)
-                if region.offset in left_behind:
-                    tensor.data = tensor.detach().clone()
-                else:
-                    homes[id(tensor)] = tensor, _view(region.storage, region.start - region.offset, tensor)
+        homes.update((id(each), (each, self._alias(each))) for each in left if _address(each) == _address(self._buffer))
         homes.update(self._take_home([each for each in left if id(each) not in homes and not _is_on_host(each)]))
         self._device.record().synchronize()
         for tensor, home in homes.values():
@@ -237,14 +227,15 @@ class WholeStep:
         self._traffic.count_out("optimizer", sum(region.stop - region.start for region in self._regions))
         self._buffer, self._regions, self._come = None, [], []
 
-    def _region_of(self, tensor: Tensor) -> _Region:
-        """Where a tensor lies of what has come."""
+    def _alias(self, tensor: Tensor) -> Tensor:
+        """The host's memory of a tensor that lies in what has come."""
         begin = tensor.storage_offset() * tensor.element_size()
-        return next(each for each in reversed(self._regions) if each.offset <= begin)
+        region = next(each for each in reversed(self._regions) if each.offset <= begin)
+        return _view(region.storage, region.start - region.offset, tensor)
 
     def _take_home(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """Begin to bring new tensors to the host: each, by its identity, with its memory there."""
-        tensors = [each for each in tensors if each.layout is torch.strided and not is_composed(each) and each.numel()]
+        tensors = [each for each in tensors if each.numel() and _is_plain(each)]
         storages = {_address(each): _bytes_of(each) for each in tensors}
         memory = self._memory_on_host(sum(map(_aligned_bytes, storages.values()))).numpy() if storages else None
         begin, homes = 0, {}
@@ -268,6 +259,10 @@ def _asks_first(step: Any) -> bool:
     if closure not in loaded or {own, closure} & {*code.co_cellvars}:
         return False
     return own not in loaded[: len(loaded) - loaded[::-1].index(closure)]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_composed(tensor)
 
 
 def _is_on_host(tensor: Tensor) -> bool:
