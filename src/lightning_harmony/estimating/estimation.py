@@ -248,11 +248,11 @@ def _notes(
             )
         if nodes.bytes_per_second is None:
             yield "the network between machines is taken to be fast enough: say how fast it is with --network-gigabits"
-    lasting = _lasting_bytes(profile, subject)
-    if capacity is None or lasting <= capacity:
+    in_memory = _in_memory_bytes(profile, subject)
+    if capacity is None or in_memory <= capacity:
         yield (
-            f"weights, gradients and optimizer state take {format_bytes(lasting)}: if a batch finds room beside them on the "
-            "device, training runs there as in plain Lightning, nothing is swapped, and the host holds none of this"
+            f"weights, gradients, optimizer state and the graph of a microbatch take {format_bytes(in_memory)} of the device "
+            "together: training should run there as in plain Lightning, nothing be swapped, and the host hold none of this"
         )
     if machine.name.endswith(BY_DATA_SHEET):
         yield (
