@@ -209,14 +209,10 @@ class Recordings:
             raise RecordingError("it is called in many ways")
         if self._num_bytes.get(layer, 0) + residency.device.library_bytes > residency.device.set_aside_bytes:
             raise RecordingError("it takes more memory than most, or than a quarter of the device")
-        if (
-            layer.companions.parameters
-            or layer.composed
-            or layer.gathered
-            or layer.is_parametrized
-            or layer.differentiates
-        ):
+        if layer.companions.parameters or layer.composed or layer.gathered or layer.is_parametrized:
             raise RecordingError("its weights are made of others")
+        if layer.differentiates:
+            raise RecordingError("it computes gradients in its forward")
         if layer.changes_inputs is not False or layer.changed_buffers.intersection(layer.buffers):
             raise RecordingError("it changes inputs or buffers")
         if layer.unversioned_buffers or layer.has_unknown_buffers():
