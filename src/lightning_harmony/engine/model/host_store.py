@@ -27,6 +27,11 @@ ALIGNMENT = 512
 Key = TypeVar("Key")
 
 
+def aligned(num_bytes: int) -> int:
+    """Bytes rounded up, so that what comes behind them is aligned."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def num_users(tensor: Tensor) -> int:
     """How many tensors have the memory of a tensor, give or take a constant."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
@@ -145,7 +150,7 @@ def lay_out(
         nonlocal offset
         stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
         slot = Slot(offset, tensor.shape, stride, dtype)
-        offset += -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
+        offset += aligned(slot.num_bytes)
         return slot
 
     for tensor, dtype in zip(tensors, dtypes or [tensor.dtype for tensor in tensors], strict=True):

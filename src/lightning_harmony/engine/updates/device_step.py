@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_harmony.engine.model.host_store import ALIGNMENT
+from lightning_harmony.engine.model.host_store import ALIGNMENT, aligned
 from lightning_harmony.engine.structures.strides import is_dense
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share, States
 from lightning_harmony.engine.updates.separable_optimizers import is_elementwise, step_unheard
@@ -57,7 +57,7 @@ class Pieces:
         parameters = list(parameters)
         self._least = self._limit = max(most_bytes // 4, 1)
         self._most = most_bytes
-        self._left = sum(_aligned(parameter.nbytes) for parameter in parameters)
+        self._left = sum(aligned(parameter.nbytes) for parameter in parameters)
         self._pieces: list[list[Part]] = []
         self._begin()
         for parameter in parameters:
@@ -84,7 +84,7 @@ class Pieces:
                 self._take(Part(parameter, slice(begin, begin + length), is_last=False), length * size)
                 begin += length
             self._begin()
-        rest = _aligned((number - begin) * size)
+        rest = aligned((number - begin) * size)
         if self._pieces[-1] and rest > self._room:
             self._begin()
         self._take(Part(parameter, slice(begin, number) if begin else None), rest)
@@ -93,10 +93,6 @@ class Pieces:
         self._pieces[-1].append(part)
         self._room -= num_bytes
         self._left -= num_bytes
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def may_be_cut(share: Share, parameter: nn.Parameter) -> bool:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import Traffic
-from lightning_harmony.engine.model.host_store import ALIGNMENT
+from lightning_harmony.engine.model.host_store import aligned
 from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.structures.nested import open_node
 from lightning_harmony.engine.structures.parts import are_alike, is_composed
@@ -138,7 +138,8 @@ class WholeStep:
         """Bring all of it to the device, if it can come, and there is room; whether it has come."""
         parameters = [each for each in parameters_of(optimizer) if self._is_swapped(each)]
         gradients = [each.grad for each in parameters if each.grad is not None]
-        state = self._state_to_come(optimizer, frozenset(parameters))
+        held = list(_held_by(optimizer))
+        state = self._state_to_come(optimizer, held, frozenset(parameters))
         wanted = {id(each): each for each in [*parameters, *gradients, *state]}
         tensors = [each for each in wanted.values() if each.numel() and _is_on_host(each)]
         if not tensors:
@@ -153,7 +154,7 @@ class WholeStep:
         if not self._take_memory(regions.values(), to_come + copies * sum(each.nbytes for each in parameters)):
             return False
         assert self._buffer is not None
-        self._stays = frozenset(id(each) for each in _held_by(optimizer) if not _is_on_host(each))
+        self._stays = frozenset(id(each) for each in held if not _is_on_host(each))
         self._regions = list(regions.values())
         for region in self._regions:
             self._there(region).copy_(region.host, non_blocking=True)
@@ -165,7 +166,9 @@ class WholeStep:
         self._traffic.count_in("optimizer", sum(region.stop - region.start for region in self._regions))
         return True
 
-    def _state_to_come(self, optimizer: Optimizer, parameters: frozenset[Tensor]) -> Iterator[Tensor]:
+    def _state_to_come(
+        self, optimizer: Optimizer, held: Iterable[Tensor], parameters: frozenset[Tensor]
+    ) -> Iterator[Tensor]:
         """What of an optimizer plain training has on the device, beside parameters and gradients.
 
         That is what steps have left there. What no step has seen yet is where torch loads it to.
@@ -176,7 +179,7 @@ class WholeStep:
             if isinstance(parameter, Tensor) and parameter in parameters:
                 group = groups[parameter]
                 loaded.update(id(value) for name, value in _named(state) if is_on_device(name, value, group))
-        for tensor in _held_by(optimizer):
+        for tensor in held:
             known, was_there = self._known.get(id(tensor), (None, False))
             is_known = known is not None and known() is tensor
             if tensor not in parameters and (was_there if is_known else id(tensor) in loaded):
@@ -186,7 +189,7 @@ class WholeStep:
         num_bytes = 0
         for region in regions:
             region.offset = num_bytes
-            num_bytes += -(-(region.stop - region.start) // ALIGNMENT) * ALIGNMENT
+            num_bytes += aligned(region.stop - region.start)
         if self._device.room_for(num_bytes + beside):
             with suppress(torch.OutOfMemoryError):
                 self._buffer = self._device.scratch(num_bytes)
@@ -237,13 +240,15 @@ class WholeStep:
         """Begin to bring new tensors to the host: each, by its identity, with its memory there."""
         tensors = [each for each in tensors if each.numel() and _is_plain(each)]
         storages = {_address(each): _bytes_of(each) for each in tensors}
-        memory = self._memory_on_host(sum(map(_aligned_bytes, storages.values()))).numpy() if storages else None
+        memory = (
+            self._memory_on_host(sum(aligned(each.nbytes) for each in storages.values())).numpy() if storages else None
+        )
         begin, homes = 0, {}
         for address, there in storages.items():
             # A storage of its own: who saves it saves no more.
             homes[address] = torch.frombuffer(memory, dtype=torch.uint8, count=len(there), offset=begin)
             homes[address].copy_(there, non_blocking=True)
-            begin += _aligned_bytes(there)
+            begin += aligned(there.nbytes)
         self._traffic.count_out("optimizer", begin)
         return ((id(each), (each, _view(homes[_address(each)], 0, each))) for each in tensors)
 
@@ -277,10 +282,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     """All bytes of a tensor's storage."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _aligned_bytes(flat: Tensor) -> int:
-    return -(-flat.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _view(flat: Tensor, shift: int, like: Tensor) -> Tensor:
