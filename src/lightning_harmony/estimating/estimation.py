@@ -133,11 +133,11 @@ def estimate(
         )[0]
     else:
         # As training finds it: the fewest that fit, beside the whole model or else beside the layer that runs.
-        size = (
-            _largest(subject.batch_size, lambda size: _in_memory_bytes(profile_of(size), subject), capacity)
-            or _largest(subject.batch_size, lambda size: outlook_of(profile_of(size), size, 0).need.num_bytes, capacity)
-            or 1
-        )
+        whole, most = None, subject.batch_size
+        # What lasts is the same for all sizes: no others are rehearsed for it.
+        if capacity is None or _lasting_bytes(profile_of(most), subject) <= capacity:
+            whole = _largest(most, lambda size: _in_memory_bytes(profile_of(size), subject), capacity)
+        size = whole or _largest(most, lambda size: outlook_of(profile_of(size), size, 0).need.num_bytes, capacity) or 1
 
     # Two sizes are rehearsed; what others take lies on the line through them. A single sample only where there is no other:
     # its tensors may be views where those of several have to be copied.
