@@ -115,8 +115,8 @@ class Training:
             except CapacityError:
                 # A parameter that the step has changed would be changed once more, and other nodes do not begin anew.
                 is_lasting = self.engine.step.changed_parameter is not None or num_collectives() != collectives
-                fewest = self.split_check.fewest(args[0], len(sizes))
-                if before is None or is_lasting or fewest is None or not fewest.fails():
+                fewest = None if before is None or is_lasting else self.split_check.fewest(args[0], len(sizes))
+                if before is None or fewest is None or not fewest.fails():
                     raise
                 self._number = fewest.number
             # Not within the except clause: the error's frames hold what the attempt has allocated.

@@ -372,12 +372,13 @@ class SwappedPack:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of its layers' buffers."""
-        return bytes_of(self.buffers) if self.buffers else 0
+        return bytes_of(self.buffers)
 
     def buffer_layout(self) -> tuple[dict[BufferKey, Slot], int]:
         """A slot for each of its layers' buffers, and the bytes of the whole."""
-        slots, num_bytes = lay_out([buffer_of(key) for key in self.buffers])
-        return dict(zip(self.buffers, slots, strict=True)), num_bytes
+        buffers = self.buffers
+        slots, num_bytes = lay_out([buffer_of(key) for key in buffers])
+        return dict(zip(buffers, slots, strict=True)), num_bytes
 
     def gradient_layout(self) -> tuple[dict[GradientKey, Slot], int]:
         """A slot for the gradient of each trainable parameter of each layer, and the bytes of the whole.
