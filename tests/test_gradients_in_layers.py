@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
-from support.nets import WIDTH
+from support.nets import WIDTH, Chain
 from support.same_training import Net, assert_same_training, room, train_harmony
 from support.sampling import combined
 
@@ -71,25 +71,13 @@ class Forces(Block):
         return x - torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
-class Layers(nn.Module):
-    def __init__(self, kind: type[Block]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([kind() for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.pow(2).mean()
-
-
 @pytest.mark.parametrize(
     ("kind", "num_microbatches", "devices"),
     combined([Detached, FastWeights, OfItsWeights, Forces], [(1, 1), (4, 1), (2, 2)]),
 )
 def test_a_layer_may_compute_gradients_in_its_forward(kind: type[Block], num_microbatches: int, devices: int) -> None:
     """That was refused: what its graph saves was not kept. The parameters get the gradients of gradients, too."""
-    module, samples = Net(Layers(kind)), torch.randn(40, WIDTH)
+    module, samples = Net(Chain(kind)), torch.randn(40, WIDTH)
     memory = room("40KiB") if devices == 1 else None
     assert_same_training(
         module, samples, device_memory=memory, num_microbatches=num_microbatches, layers=[kind], devices=devices
@@ -112,7 +100,7 @@ class Adds(Detached):
 
 @pytest.mark.parametrize(("kind", "changed"), [(Notes, "RUNS"), (Adds, "one of its inputs")])
 def test_what_a_first_run_would_change_twice_is_refused(kind: type[Block], changed: str) -> None:
-    net = Layers(kind)
+    net = Chain(kind)
     net.blocks.insert(0, nn.Linear(WIDTH, WIDTH))
     with pytest.raises(UnsupportedModelError, match=rf"runs twice.* changes .*{changed}"):
         train_harmony(Net(net), torch.randn(40, WIDTH), HarmonyStrategy(layers=[kind]), 8, with_gradients=False)
@@ -125,7 +113,7 @@ class Accumulates(Block):
 
 
 def test_a_backward_in_a_forward_that_comes_to_parameters_is_refused() -> None:
-    module = Net(Layers(Accumulates))
+    module = Net(Chain(Accumulates))
     before = copy.deepcopy(module.state_dict())
     with pytest.raises(UnsupportedModelError, match=r"inside a layer's forward, that of 'net\.blocks\.0'"):
         train_harmony(module, torch.randn(40, WIDTH), HarmonyStrategy(layers=[Accumulates]), 8, with_gradients=False)

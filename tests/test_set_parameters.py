@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
-from support.nets import WIDTH
+from support.nets import WIDTH, Chain
 from support.same_training import Net, assert_same_training, room, train_harmony
 from support.sampling import combined
 
@@ -88,31 +88,19 @@ class Noisy(Sets):
         return x + self.mean / self.calls + 0.01 * self.total
 
 
-class Layers(nn.Module):
-    def __init__(self, kind: type[Sets]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([kind() for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.pow(2).mean()
-
-
 @pytest.mark.parametrize(
     ("kind", "num_microbatches", "devices"), combined([Codebook, SpectralNorm, Noisy], [(1, 1), (4, 1), (2, 2)])
 )
 def test_a_layer_may_set_parameters_that_nothing_trains(kind: type[Sets], num_microbatches: int, devices: int) -> None:
     """That was refused."""
-    module, samples = Net(Layers(kind)), torch.randn(40, WIDTH)
+    module, samples = Net(Chain(kind)), torch.randn(40, WIDTH)
     memory = room("24KiB") if devices == 1 else None
     assert_same_training(
         module, samples, device_memory=memory, num_microbatches=num_microbatches, layers=[kind], devices=devices
     )
 
 
-class ReadsBetween(Layers):
+class ReadsBetween(Chain):
     """Code between layers reads what a layer sets, before it does so and behind it."""
 
     def __init__(self) -> None:
@@ -143,7 +131,7 @@ class Revives(pl.Callback):
 
 def test_hooks_may_set_them_too() -> None:
     assert_same_training(
-        Net(Layers(Codebook)),
+        Net(Chain(Codebook)),
         torch.randn(40, WIDTH),
         num_microbatches=1,
         layers=[Codebook],
@@ -152,7 +140,7 @@ def test_hooks_may_set_them_too() -> None:
 
 
 def test_a_step_that_sets_what_its_layer_sets_is_refused() -> None:
-    class Changes(Layers):
+    class Changes(Chain):
         def forward(self, x: Tensor) -> Tensor:
             loss = super().forward(x)
             self.blocks[0].codes.weight.data.mul_(0.5)
@@ -171,7 +159,7 @@ def test_what_a_layer_has_set_is_not_trained_later() -> None:
 
     with pytest.raises(UnsupportedModelError, match=r"'net\.blocks\.0' is to train a parameter that it has set"):
         train_harmony(
-            Net(Layers(Codebook)),
+            Net(Chain(Codebook)),
             torch.randn(40, WIDTH),
             HarmonyStrategy(layers=[Codebook]),
             8,

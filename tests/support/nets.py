@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -261,6 +262,20 @@ class ChangesAnInput(Language):
             x = block(x, gate)
             gate += 0.1
         return x
+
+
+class Chain(nn.Module):
+    """Three layers of a kind, and a loss of what they make."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([kind() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
 
 
 class Shared(nn.Module):
