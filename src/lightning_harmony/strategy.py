@@ -21,10 +21,11 @@ from lightning_harmony.engine.nodes.exchange import exchange_of
 from lightning_harmony.fit import tracebacks
 from lightning_harmony.fit.checkpoints import WholeStates
 from lightning_harmony.fit.device_memory import DoesNotFit, LastingBytes, fits
-from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
+from lightning_harmony.fit.in_memory import InMemory
 from lightning_harmony.fit.loop_ends import LoopEnds
 from lightning_harmony.fit.moves import move_companions, move_to_host, move_unregistered
 from lightning_harmony.fit.nodes import average_behind, take_from_first_node
+from lightning_harmony.fit.state_aside import move_optimizer_state
 from lightning_harmony.fit.swapped import Swapped
 from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.plan.values.plan import Parallel, Plan

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,11 +19,13 @@ from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.errors import CapacityError
+from lightning_harmony.fit.state_aside import StateAside
 from lightning_harmony.fit.user_steps import num_elements
 from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.fewest import Fewest
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.plan.values.memory_size import format_bytes
+from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.optimizer_state import ASSUMED_STATE_COPIES, expected_state_bytes
 
 Result = TypeVar("Result")
@@ -91,18 +94,26 @@ class MemoryWatch:
     """Counts what a step takes on a device of limited capacity, and undoes the step if that is too much.
 
     Attributes:
+        tree: says what changes.
         trainer: whose steps they are.
         device: where the model is.
         lasting: what it holds there.
         peak_bytes: the most that was seen to be on the device; None where nothing is counted.
+        state: of the optimizers; evaluation can do without.
     """
 
+    tree: LightningTree
     trainer: Any
     device: Device
     lasting: LastingBytes
     peak_bytes: int | None = None
-    # Elements of the largest batch that is known to fit, by the name of the step.
-    _largest: dict[str, int] = field(default_factory=dict)
+    # Elements of the largest batch that is known to fit, by the name of the step and whether the optimizer state was aside.
+    _largest: dict[tuple[str, bool], int] = field(default_factory=dict)
+    # Of the smallest that needs it aside.
+    _needs_state_aside: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.state = StateAside(self.trainer)
 
     def knows_to_fit(self, name: str, args: Any) -> bool:
         """Whether a batch is no larger than one that fitted.
@@ -111,7 +122,8 @@ class MemoryWatch:
             name: of the user's step.
             args: the batch, and more.
         """
-        return self.device.capacity_bytes is None or num_elements(args) <= self._largest.get(name, -1)
+        largest = max(self._largest.get((name, is_aside), -1) for is_aside in {False, self.state.is_aside})
+        return self.device.capacity_bytes is None or num_elements(args) <= largest
 
     def run(
         self, name: str, args: Any, step: Callable[[], Result], stays: Callable[[int], bool] = lambda num_bytes: True
@@ -143,7 +155,7 @@ class MemoryWatch:
                 undone = FitsInFewer
             else:
                 self.peak_bytes = max(self.peak_bytes or 0, most())
-                self._largest[name] = num_elements(args)
+                self._largest[name, self.state.is_aside] = num_elements(args)
                 before.let_go()
                 return result
             # The device has had the room for it, but the user lets the process have less.
@@ -160,9 +172,41 @@ class MemoryWatch:
         if changed is not None:
             raise self._cannot_undo(f"changes parameter {changed!r}", error)
         raise undone(
-            f"a batch does not fit into {format_bytes(capacity)} beside {format_bytes(self.lasting.total)} of weights, "
+            f"a batch does not fit into {format_bytes(capacity)} beside {format_bytes(self._here.total)} of weights, "
             f"gradients and optimizer state ({error}){left}"
         )
+
+    def run_evaluation(self, name: str, args: Any, step: Callable[[], Result]) -> Result:
+        """As `run`, where the step does without the optimizers' state: that leaves the device if the batch needs its room.
+
+        Args:
+            name: of the user's step.
+            args: the batch, and more.
+            step: runs it on that.
+
+        Returns:
+            What the step does. The state stays where it is until a step of training brings it back.
+
+        Raises:
+            DoesNotFit: if there is no room for the batch without it either.
+            CapacityError: as of `run`.
+        """
+        elements = num_elements(args)
+        if elements >= self._needs_state_aside.get(name, sys.maxsize):
+            self.state.leave()
+        try:
+            return self.run(name, args, step)
+        except DoesNotFit:
+            if not self.lasting.state or not self.state.leave():
+                raise
+        if name not in self._needs_state_aside:
+            self.tree.info(
+                f"Harmony: a batch does not fit beside {format_bytes(self.lasting.state)} of optimizer state in {name}: the "
+                "state waits in host memory until training goes on. Smaller batches there save its copies."
+            )
+        self._needs_state_aside[name] = elements
+        # Not within the except clause: the error's frames hold what the attempt has allocated.
+        return self.run(name, args, step)
 
     def run_in_fewest(
         self,
@@ -204,7 +248,7 @@ class MemoryWatch:
     @contextmanager
     def _counting(self) -> Iterator[Callable[[], int]]:
         """A context; what it gives tells the most bytes that the process had on the device in it, optimizer state included."""
-        device, lasting = self.device, self.lasting
+        device, lasting = self.device, self._here
         if not isinstance(device, VirtualDevice):
             peak = device.watch_peak()
             # It comes when the optimizer first steps.
@@ -243,6 +287,11 @@ class MemoryWatch:
         except torch.OutOfMemoryError as error:
             does = "optimizes or fetches batches itself, or hooks between forward and backward are overridden"
             raise self._cannot_undo(does, error) from error
+
+    @property
+    def _here(self) -> LastingBytes:
+        """What of all that lasts is on the device now, or comes when the optimizers first step."""
+        return replace(self.lasting, state=0) if self.state.is_aside else self.lasting
 
     def _checksums(self) -> dict[str, list[Tensor]]:
         """What tells of each parameter whether its bits change, on the host. No version tells of changes through `data`."""

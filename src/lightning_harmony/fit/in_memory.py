@@ -66,7 +66,7 @@ class InMemory:
 
     def __post_init__(self) -> None:
         self.device = self.devices[0]
-        self._watch = MemoryWatch(self.trainer, self.device, self.lasting)
+        self._watch = MemoryWatch(self.tree, self.trainer, self.device, self.lasting)
         self.split_check.look_at_model()
         self._spread = Spread(self.tree, self.trainer, self.devices) if len(self.devices) > 1 else None
         # Where nothing says it, one for each device, or the fewest that fit.
@@ -85,6 +85,7 @@ class InMemory:
             CapacityError: if there is none, and the step cannot be undone.
         """
         name = "training_step"
+        self._watch.state.come_back()
         fits = self._watch.knows_to_fit(name, args)
         if not self._module.automatic_optimization or self.tree.takes_iterator(self._module.training_step):
             with nullcontext() if fits else self._watch.bounding():
@@ -169,9 +170,8 @@ class InMemory:
         Raises:
             DoesNotFit: if there is no room for the batch.
         """
-        if self._watch.knows_to_fit(name, args):
-            return step(*args, **kwargs)
-        return self._watch.run(name, args, partial(step, *args, **kwargs))
+        run = partial(step, *args, **kwargs)
+        return run() if self._watch.knows_to_fit(name, args) else self._watch.run_evaluation(name, args, run)
 
     # ---- microbatches --------------------------------------------------------------------------------------------------
 
@@ -339,15 +339,6 @@ class InMemory:
     @property
     def _module(self) -> Any:
         return self.trainer.lightning_module
-
-
-def move_optimizer_state(optimizers: Sequence[Optimizer], device: torch.device) -> None:
-    """Bring what optimizers keep of their parameters to where these are."""
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for name, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, Tensor):
-                    state[name] = value.to(device)
 
 
 def _locked(tensor: Tensor) -> Tensor:
