@@ -75,6 +75,7 @@ def measure_machine() -> Machine:
             host_bytes=free_host_bytes(),
             device_bytes=capacity,
             library_bytes=0 if capacity is None else 32 * 2**20,
+            computes_apart=device.computes_apart,
         )
     finally:
         device.close()

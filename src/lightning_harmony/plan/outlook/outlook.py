@@ -225,15 +225,14 @@ class _Step:
 
     def _limits(self) -> DeviceLimits:
         machine = self._machine
-        called = [self._profile.layers[index] for index in dict.fromkeys(self._profile.calls)]
-        num_trained = sum(layer.num_trained for layer in called)
-        gradients = sum(layer.cost.gradient_bytes for layer in called)
-        rate = gradients / num_trained if num_trained else 1.0
         return DeviceLimits(
             self._capacity,
             swap_in_bytes_per_second=machine.swap_in_bytes_per_second,
             swap_out_bytes_per_second=machine.swap_out_bytes_per_second,
-            update_bytes_per_second=machine.updated_parameters_per_second * rate / self._nodes.own_share,
+            # The bus bounds it: half as many bytes a parameter take half as long.
+            update_bytes_per_second=4 * machine.updated_parameters_per_second / self._nodes.own_share,
+            updates_in_place=machine.computes_apart and not self._is_deferred,
+            pools_apart=machine.computes_apart,
             occupied_bytes=self._other_bytes,
         )
 

@@ -22,12 +22,13 @@ class Machine:
         memory_bytes_per_second: what other operations read and write of the device's memory.
         swap_in_bytes_per_second: copies from host to device.
         swap_out_bytes_per_second: copies from device to host.
-        updated_parameters_per_second: how many parameters Adam updates whose home is the host.
+        updated_parameters_per_second: how many FP32 parameters Adam updates whose home is the host.
         operation_seconds: what it takes the host to have one operation run.
         call_seconds: what it takes the host to bring a layer's call to a lane.
         host_bytes: what a training may take of the host's memory; None if it isn't known.
         device_bytes: what it may take of the device's; None for no limit.
         library_bytes: what libraries allocate on the device beside.
+        computes_apart: whether the device is a GPU, which updates parameters itself, and not a part of the host's memory.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Machine:
     host_bytes: Count | None = None
     device_bytes: Count | None = None
     library_bytes: Count = 0
+    computes_apart: bool = True
 
     def flops_per_second_of(self, dtype: str) -> float:
         """The rate for a type; that of the slowest one for a type that isn't listed."""
