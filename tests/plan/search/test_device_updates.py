@@ -16,7 +16,7 @@ from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
 from lightning_harmony.plan.values.profile import DeviceLimits, Profile
-from lightning_harmony.plan.values.task import Errand
+from lightning_harmony.plan.values.task import Errand, Phase
 from support.plans import names
 
 # Weights and gradients 8, of which 8 cross the bus; 1 s forward, 3 s backward.
@@ -123,6 +123,20 @@ def test_what_lasts_leaves_what_passes_its_memory() -> None:
     # No less than a pack's weights and gradients, and the weights of the next.
     assert [lasting_limits(plan) for plan in (together, apart, scarce)] == [(None,), (26,), (24,)]
     assert predict(scarce).seconds >= predict(apart).seconds > predict(together).seconds
+
+
+def test_what_leaves_in_great_amounts_does_not_keep_packs_from_coming_ahead() -> None:
+    """All that the logits of many microbatches leave for the backward counted as there at once, in the memory of weights."""
+    layers = [replace(PACK, name=f"layer {index}") for index in range(6)]
+    layers[4] = replace(layers[4], stash_bytes=60)
+    machine = replace(MACHINE, capacity_bytes=128, pools_apart=True)
+    plan = replace(plan_of(6, machine=machine), num_microbatches=8, first_fused=6, device_updated=frozenset(range(6)))
+    plan = replace(plan, profile=Profile(tuple(layers), machine))
+    # The weights and gradients of a pack, what the updates of two use up, and the weights of the next.
+    assert lasting_limits(plan) == (8 + 8 + 2 * 16 + 8,)
+    # They used to come when the backward of the pack before had ended.
+    spans = [span for span in predict(plan).devices[0].spans if span.task.kind is Phase.BACKWARD and span.task.pack < 3]
+    assert all(before.end_seconds == after.start_seconds for before, after in pairwise(spans))
 
 
 def test_weights_that_could_stay_leave_what_passes_its_memory() -> None:

@@ -130,6 +130,10 @@ class _Lowering:
         self.tasks: list[Task] = []
         self.moves: dict[tuple[Phase, int], tuple[Task, ...]] = {}
         self.most_passing_bytes = 0
+        # Of each stay: the sums of gradients, and what updates use up.
+        self._sum_bytes: list[int] = []
+        # What passes and does not leave, at most.
+        self._most_work_bytes = 0
         self._lower()
 
     def _summed(self, stay: Stay) -> list[int]:
@@ -139,13 +143,20 @@ class _Lowering:
 
     @property
     def lasting_bytes(self) -> int | None:
-        """What weights and sums may take beside what passes, but no less than a stay with the next's; None for no limit."""
+        """What weights and sums may take beside what passes, but no less than a stay with the next's; None for no limit.
+
+        Nor less than that and what updates still use up of the stays before, if only what leaves would have to wait for that.
+        """
         if self._capacity_bytes is None:
             return None
         weights = [sum(self._residence(pack, stay).num_bytes for pack in self._packs_of(stay)) for stay in self._stays]
         sums = [sum(self._packs[pack].gradient_bytes for pack in self._summed(stay)) for stay in self._stays]
-        needed = map(sum, zip(weights, sums, [*weights[1:], 0], strict=False))
-        return max(self._capacity_bytes - self.most_passing_bytes, *needed, 0)
+        least, wanted = (
+            max(map(sum, zip(weights, beside, [*weights[1:], 0], strict=False)), default=0)
+            for beside in (sums, self._sum_bytes)
+        )
+        wanted = min(wanted, self._capacity_bytes - self._most_work_bytes)
+        return max(self._capacity_bytes - self.most_passing_bytes, wanted, least)
 
     def _lower(self) -> None:
         """First on demand; then what is fetched ahead comes earlier."""
@@ -161,6 +172,8 @@ class _Lowering:
             passing = held.most_passing_bytes + held.leaving_bytes + self._held.leaving_bytes
             self.most_passing_bytes = max(self.most_passing_bytes, passing)
             computing.append(tasks)
+            self._sum_bytes.append(held.sum_bytes)
+            self._most_work_bytes = max(self._most_work_bytes, held.most_passing_bytes)
             # Nothing waits for what leaves because of what is fetched ahead.
             needed.append(self._needed_beside(held))
             self._held, self._behind = held, []
