@@ -341,8 +341,12 @@ def test_state_that_a_host_has_no_room_for_may_live_on_disk() -> None:
     need = given().outlook.host
     result = given(host_memory=need.least_bytes - 1024)
     assert result.advice[0].startswith('HarmonyStrategy(offload_dir="/a/fast/disk"): 1 KiB or more of optimizer state')
-    # Weights and the gradients of the first step have no room.
+    # The gradients of the first step need room, for which weights make way.
     least = 2 * need.weight_bytes + need.least_stash_bytes
+    assert not any("of weights live there" in line for line in given(host_memory=least).advice)
+    (line,) = [line for line in given(host_memory=least - 1024).advice if "offload_dir" in line]
+    assert "of optimizer state and 1 KiB or more of weights live there" in line
+    least -= need.weight_bytes
     assert any("offload_dir" in line for line in given(host_memory=least).advice)
     assert not any("offload_dir" in line for line in given(host_memory=least - 1).advice)
 

@@ -17,17 +17,37 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, AdamW
+from torch import Tensor
+from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
-from lightning_harmony import CapacityError, HarmonyStrategy, StepReport
+from lightning_harmony import CapacityError, HarmonyStrategy
 from lightning_harmony.engine.model.disk_store import BLOCK, DiskStore
 from lightning_harmony.engine.updates.disk_home import NUM_BUFFERS
 from lightning_harmony.plan.values.host_need import num_on_disk
-from lightning_harmony.updating.optimizer_state import state_bytes
 from support.same_training import Net, Training, _fit, _result, compare, train_plain, trainer_for
 from support.sampling import combined
+from support.small_host import (
+    BATCH_SIZE,
+    BUDGET,
+    COPIES,
+    INNER,
+    NUM_BLOCKS,
+    NUM_STEPS,
+    OF_WEIGHTS,
+    OPTIMIZERS,
+    SAMPLES,
+    WIDTH,
+    After,
+    Blocks,
+    Host,
+    Keeps,
+    build,
+    cut_short,
+    fails,
+    plain,
+    train,
+)
 
 pytestmark = [
     pytest.mark.cpu,
@@ -35,99 +55,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
 ]
-BUDGET = "lightning_harmony.updating.host_budget"
-WIDTH, INNER, NUM_BLOCKS, NUM_STEPS, BATCH_SIZE = 32, BLOCK // 4, 4, 5, 8
-
-
-class Blocks(nn.Module):
-    """Layers of which Adafactor's state, too, takes whole blocks of a disk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shapes = [(WIDTH, INNER), (INNER, WIDTH)] * NUM_BLOCKS
-        self.layers = nn.ModuleList(nn.Linear(*shape) for shape in shapes)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        for layer in self.layers:
-            batch = torch.tanh(layer(batch))
-        return batch.square().mean()
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda parameters: AdamW(parameters, lr=0.01),
-    "fused AdamW": lambda parameters: AdamW(parameters, lr=0.01, fused=True),
-    "SGD with momentum": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9),
-    "Adafactor": lambda parameters: Adafactor(parameters, lr=0.01),
-}
-# Bytes of state for each byte of a parameter, as is expected before there is any.
-COPIES = {"SGD with momentum": 1}
-
-
-def build(optimizer: str = "AdamW") -> Net:
-    torch.manual_seed(1)
-    return Net(Blocks(), OPTIMIZERS[optimizer])
-
-
-OF_WEIGHTS = sum(p.nbytes for p in build().parameters())
-SAMPLES = torch.randn(NUM_STEPS * BATCH_SIZE, WIDTH, generator=torch.Generator().manual_seed(2))
-
-
-class Host(pl.Callback):
-    """A host that has room for gradients and for a part of the optimizer's state.
-
-    Args:
-        share: of the layers, whose state it has no room for.
-        patch: gives it that room.
-        folder: where their state may live.
-        copies: bytes of state for each byte of a parameter.
-        options: of the strategy.
-
-    Attributes:
-        used_bytes: of the disk, in the end.
-        reports: of all steps but the last.
-    """
-
-    def __init__(
-        self, share: float, patch: pytest.MonkeyPatch, folder: Path | None, copies: int = 2, **options: Any
-    ) -> None:
-        self.used_bytes, self.reports = 0, list[StepReport]()
-        self.room = int(OF_WEIGHTS * (1.9 + (copies - 1) * (1 - share))) if share else 10 * OF_WEIGHTS
-        options = {"device_memory": "800KiB", "num_microbatches": 2, **options}
-        self.strategy: Any = HarmonyStrategy(profile_cache=False, offload_dir=folder, **options)
-        patch.setattr(f"{BUDGET}.room_on_host", lambda: self.room - self.taken())
-        patch.setattr(f"{BUDGET}.num_on_disk", lambda states, excess: round(share * len(states)))
-
-    @property
-    def disk(self) -> Any:
-        return self.strategy._swapped.engine.updater.streamed.disk
-
-    def taken(self) -> int:
-        optimizers = self.strategy.lightning_module.trainer.optimizers
-        on_disk = 0 if self.disk is None else self.disk.used_bytes
-        return int(self.strategy._swapped.engine.pool.num_bytes) + state_bytes(optimizers) - on_disk
-
-    def on_before_zero_grad(self, trainer: Any, *args: Any) -> None:
-        """No update has to be over for this hook."""
-        if trainer.strategy.step_report is not None:
-            self.reports.append(trainer.strategy.step_report)
-
-    def on_train_end(self, *args: Any) -> None:
-        self.used_bytes = 0 if self.disk is None else self.disk.used_bytes
-
-
-def train(module: Net, host: Host, *callbacks: pl.Callback, samples: Tensor = SAMPLES, **options: Any) -> Training:
-    trainer = trainer_for(host.strategy, NUM_STEPS, [host, *callbacks], **options)
-    _fit(trainer, module, DataLoader(samples, batch_size=BATCH_SIZE))
-    return _result(trainer, module, [])
-
-
-def plain(optimizer: str, *callbacks: pl.Callback, **options: Any) -> Training:
-    module = build(optimizer)
-    if not callbacks:
-        return train_plain(module, SAMPLES, 2, BATCH_SIZE, **options)
-    trainer = trainer_for("auto", NUM_STEPS, list(callbacks), accumulate_grad_batches=2, **options)
-    _fit(trainer, module, DataLoader(SAMPLES, batch_size=BATCH_SIZE // 2))
-    return _result(trainer, module, [])
 
 
 # Each optimizer with both shares, and with an update just in time and one after the backward.
@@ -214,17 +141,6 @@ def test_state_is_current_for_who_reads_it_and_changes_of_it_count(
         assert all(map(torch.equal, ours.seen[step], theirs.seen[step]))
 
 
-class Keeps(pl.Callback):
-    """Saves a checkpoint after a step."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == self.step and not self.path.exists():
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.parametrize("share", [(1.0, 0.0), (0.0, 1.0), (0.5, 1.0)], ids=["from", "to", "more"])
 def test_a_fit_goes_on_from_a_checkpoint_whatever_lives_on_disk(
     share: tuple[float, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -291,7 +207,8 @@ KILLED = """
 import sys, pytest
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from test_state_on_disk import Host, build, train, pl
+import lightning.pytorch as pl
+from support.small_host import Host, build, train
 
 class Waits(pl.Callback):
     def on_train_batch_end(self, trainer, *args):
@@ -334,32 +251,11 @@ def test_a_full_disk_is_refused_before_the_first_step(monkeypatch: pytest.Monkey
     module, host = build(), Host(1.0, monkeypatch, tmp_path)
     before = copy.deepcopy(module.state_dict())
     with pytest.raises(
-        CapacityError, match=r"offload_dir='.*'\): 2.* MiB of optimizer state do not fit .*No space left"
+        CapacityError, match=r"offload_dir='.*'\): 2.* MiB of optimizer state or weights do not fit .*No space left"
     ):
         train(module, host)
     assert module.losses == []
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-
-
-class After(pl.Callback):
-    """From a step on, a function of the system fails."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, name: str, fail: Callable[..., int], step: int = 3) -> None:
-        self.arguments = patch, name, fail
-        self.step = step
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        patch, name, fail = self.arguments
-        if trainer.global_step == self.step - 1:
-            patch.setattr(os, name, fail)
-
-
-def fails(*_: Any) -> int:
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-def cut_short(*_: Any) -> int:
-    return 0
 
 
 @pytest.mark.timeout(60)
@@ -381,7 +277,7 @@ def test_a_disk_that_fails_ends_the_fit_with_the_cause(
     module, host, kept = build(), Host(1.0, monkeypatch, disk), tmp_path / "kept.ckpt"
     failing, keeps = After(monkeypatch, name, fail), Keeps(kept, 2)
     trainer = trainer_for(host.strategy, NUM_STEPS, [host, failing, keeps], gradient_clip_val=0.05 if clips else None)
-    with pytest.raises(OSError, match=rf"offload_dir='{disk}'\): .* of optimizer state {said}"):
+    with pytest.raises(OSError, match=rf"offload_dir='{disk}'\): .* of optimizer state or weights {said}"):
         _fit(trainer, module, DataLoader(SAMPLES, batch_size=BATCH_SIZE))
     monkeypatch.undo()
     # The model is an ordinary one again, and what was saved before is whole; but what the disk has lost is not saved.
@@ -394,9 +290,13 @@ def test_a_disk_that_fails_ends_the_fit_with_the_cause(
 def test_the_refusal_names_the_folder_where_it_helps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match=r"offload_dir='/a/fast/disk'\) for 236.* KiB of it"):
         train(build(), Host(1.0, monkeypatch, None))
-    # Gradients of the first step are all there before the first update.
+    # Gradients of the first step are all there before the first update, for which weights may make way.
     host = Host(1.0, monkeypatch, None)
     host.room = OF_WEIGHTS // 2
+    with pytest.raises(CapacityError, match=r"offload_dir='/a/fast/disk'\) for .* of it"):
+        train(build(), host)
+    host = Host(1.0, monkeypatch, None)
+    host.room = -OF_WEIGHTS // 2
     with pytest.raises(CapacityError, match=r"host is .* short") as error:
         train(build(), host)
     assert "offload_dir" not in str(error.value)

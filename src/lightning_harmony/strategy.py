@@ -76,7 +76,7 @@ class StrategyMixin(WholeStates):
             microbatches, too, where that is not given.
         profile_cache: whether what was measured of a model is kept for later fits, whose first step is planned then; or the
             folder to keep it in. By default it is one below ``$XDG_CACHE_HOME`` or ``~/.cache``. Results do not depend on it.
-        offload_dir: a folder on a fast disk, where optimizer state lives that the host has no room for.
+        offload_dir: a folder on a fast disk, where optimizer state lives, and then weights do, that the host has no room for.
         cuda_graphs: whether layers are recorded as CUDA graphs on GPUs, so that their code runs once a step and no longer for
             each microbatch. Results have the same bits.
         timeout: how long a machine waits for others.

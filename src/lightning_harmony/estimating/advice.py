@@ -26,7 +26,7 @@ def with_advice(result: Estimate, module: nn.Module) -> Estimate:
         *_higher_limit(result),
         *_finer_layers(result, module),
         *_weights_in_files(result),
-        *_state_on_disk(result),
+        *_on_disk(result),
     ]
     otherwise = [*_smaller_state(result), *_smaller_layer(result)]
     memory = [*_larger_card(result), *_more_host_memory(result)]
@@ -91,16 +91,19 @@ def _weights_in_files(result: Estimate) -> Iterator[str]:
         )
 
 
-def _state_on_disk(result: Estimate) -> Iterator[str]:
+def _on_disk(result: Estimate) -> Iterator[str]:
     host, has = result.outlook.host, result.machine.host_bytes or 0
     missing = host.least_bytes - has
+    trained = host.weight_bytes * result.num_trained // max(result.num_parameters, 1)
     # Before the first update, there are all gradients.
-    gradients = host.weight_bytes * result.num_trained // max(result.num_parameters, 1)
-    has_the_rest = host.weight_bytes + gradients + host.least_stash_bytes <= has
-    if not result.fits_host(result.chosen) and missing <= host.optimizer_bytes and has_the_rest:
+    without_state = max(host.weight_bytes + trained + host.least_stash_bytes, host.least_bytes - host.optimizer_bytes)
+    weights = max(without_state - has, 0)
+    if not result.fits_host(result.chosen) and weights <= trained:
+        kinds = (min(missing, host.optimizer_bytes), "optimizer state"), (weights, "weights")
+        live = " and ".join(f"{format_bytes(num_bytes)} or more of {kind}" for num_bytes, kind in kinds if num_bytes)
+        again = "; layers read the weights twice more" if weights else ""
         yield (
-            f'HarmonyStrategy(offload_dir="/a/fast/disk"): {format_bytes(missing)} or more of optimizer state live there, and '
-            "each step reads and writes them"
+            f'HarmonyStrategy(offload_dir="/a/fast/disk"): {live} live there, and each step reads and writes them{again}'
         )
 
 

@@ -44,7 +44,7 @@ from lightning_harmony.setup.refusals import (
 )
 from lightning_harmony.setup.settings import Settings
 from lightning_harmony.updating.deferred_update import DeferredUpdate
-from lightning_harmony.updating.host_budget import describe_left, left_in_files
+from lightning_harmony.updating.host_budget import describe_left, weights_elsewhere
 from lightning_harmony.updating.optimizer_state import key_by_parameters
 from lightning_harmony.updating.update_policy import UpdatePolicy
 
@@ -92,7 +92,11 @@ class Swapped:
         self._disk = DiskHome(settings.offload_dir)
         # Closes the engine, once: where another set-up is refused, there is none when the Trainer ends.
         self._closing = ExitStack()
-        self._use(self._build_engine(settings.plan, devices, None), None)
+        try:
+            self._use(self._build_engine(settings.plan, devices, None), None)
+        except BaseException:
+            self._disk.close()
+            raise
 
     def _use(self, engine: Executor, summary: FitSummary | None) -> None:
         """This engine runs steps from now on."""
@@ -210,10 +214,16 @@ class Swapped:
                 "network in a submodule, or train with Trainer(strategy='auto')"
             )
         refuse_sparse(module, layers)
-        in_files = {} if store is not None else left_in_files(module, trains=self._trainer.state.fn == "fit")
-        if in_files:
-            self._tree.info(f"Harmony: {describe_left(in_files)}")
-        moved = () if store is not None else (each for each in module.parameters() if each not in in_files)
+        in_files: list[nn.Parameter] = []
+        if store is None:
+            trains, of_layers = self._trainer.state.fn == "fit", [layer.module.parameters() for layer in layers]
+            left, to_disk = weights_elsewhere(module, of_layers, self._disk, trains=trains)
+            if left:
+                self._tree.info(f"Harmony: {describe_left(left)}")
+            if to_disk:
+                self._disk.take_weights(to_disk)
+            in_files = [*left, *self._disk.weights]
+        moved = () if store is not None else set(module.parameters()).difference(in_files)
         num_bytes = sum(map(num_bytes_of, moved))
         with store_progress(self._tree, self._trainer, num_bytes) as progress:
             return assemble(

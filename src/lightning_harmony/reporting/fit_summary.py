@@ -107,10 +107,11 @@ def describe_start(engine: Executor, *, runs_alone: bool) -> str:
     what_next = "The plan follows after a step or two"
     if runs_alone:
         what_next = "Each call of a layer brings its weights, for the training_step does the rest itself"
-    return (
-        f"Harmony: {layers}, {format_bytes(engine.store.num_bytes)} of weights in host memory, {count} ({limit}{each}). "
-        f"{what_next}."
-    )
+    on_disk = engine.updater.streamed.disk.weight_bytes
+    weights = f"{format_bytes(engine.store.num_bytes)} of weights in host memory"
+    if on_disk:
+        weights += f" and {format_bytes(on_disk)} on disk"
+    return f"Harmony: {layers}, {weights}, {count} ({limit}{each}). {what_next}."
 
 
 def describe_plan(
@@ -159,16 +160,19 @@ def describe_plan(
     if plan.fused:
         facts.append((_packs(plan.fused), "A microbatch goes through to its loss and back at once"))
     if (disk := engine.updater.streamed.disk).is_in_use:
-        facts.append((format_bytes(disk.used_bytes), _on_disk(disk, prediction)))
+        facts.append((format_bytes(disk.used_bytes + disk.weight_bytes), _on_disk(disk, prediction)))
     return "\n".join([title, *table, *fact_lines(facts)])
 
 
 def _on_disk(disk: DiskHome, prediction: Prediction | None) -> str:
-    """What state that lives on disk means for that."""
-    text = f"Optimizer state in {disk.folder}: so much is read and written in each step"
+    """What living on disk means for that."""
+    what, again = "Optimizer state", ""
+    if disk.weight_bytes:
+        what, again = f"{what} and weights", f"; layers read {format_bytes(disk.weight_bytes)} of it twice more"
+    text = f"{what} in {disk.folder}: so much is read and written in each step{again}"
     if prediction is None or not prediction.seconds:
         return text
-    a_day = int(disk.used_bytes * 24 * 60 * 60 / prediction.seconds)
+    a_day = int((disk.used_bytes + disk.weight_bytes) * 24 * 60 * 60 / prediction.seconds)
     return f"{text}, {format_bytes(a_day)} written a day, which is to be compared with what the disk is rated for (TBW)"
 
 

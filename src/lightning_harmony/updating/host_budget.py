@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.devices.free_memory import host_memory
-from lightning_harmony.engine.model.mapped_files import files_of
+from lightning_harmony.engine.model.disk_store import BLOCK
+from lightning_harmony.engine.model.mapped_files import files_of, is_plain
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.structures.parts import num_bytes_of
+from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.errors import CapacityError
-from lightning_harmony.plan.values.host_need import bytes_beside_state, num_on_disk, waiting_bytes
+from lightning_harmony.plan.values.host_need import bytes_beside_state, num_on_disk, spread_on_disk, waiting_bytes
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.updating.optimizer_state import bytes_by_parameter, expected_state_bytes, state_bytes
@@ -34,47 +37,81 @@ def room_on_host() -> int:
 
 # What is left of the host's memory for the stash, where weights could take all of it.
 _OTHER_SHARE = 0.25
-# Bytes of a gradient and of Adam's state for each byte of a weight.
-_COPIES_TO_TRAIN = 3
+# Bytes of a gradient and of Adam's state for each byte of a weight, and of a gradient where that state can live on disk.
+_COPIES_TO_TRAIN, _COPIES_BESIDE_DISK = 3, 1
 
 
-def left_in_files(module: nn.Module, *, trains: bool) -> dict[nn.Parameter, Path]:
-    """The weights that stay in the files that they were loaded from, as the host has no room for them: the last ones.
+class Elsewhere(NamedTuple):
+    """Weights for which the host has no room.
+
+    Attributes:
+        in_files: those that stay in the files that they were loaded from, each with its file: the last ones.
+        to_disk: those that are trained, and have to go to disk.
+    """
+
+    in_files: dict[nn.Parameter, Path]
+    to_disk: list[nn.Parameter]
+
+
+def weights_elsewhere(
+    module: nn.Module, layers: Iterable[Iterable[nn.Parameter]], disk: DiskHome, *, trains: bool
+) -> Elsewhere:
+    """The weights for which the host has no room.
 
     A loaded model may lie in its files, mapped into memory. What no optimizer writes can stay there: the system has as much
-    of it in memory as there is room for, and reads the rest when a pack comes to its turn.
+    of it in memory as there is room for, and reads the rest when a pack comes to its turn. Where there is a disk for them,
+    weights that are trained make way for gradients, and optimizer state has done so before.
 
     Args:
-        module: the model, in which nothing was moved yet.
+        module: the model, of which nothing has come to the host store yet.
+        layers: the parameters of each that is swapped, in the order of the forward.
+        disk: where weights may live, and some may already.
         trains: whether an optimizer changes those that need gradients.
 
-    Returns:
-        Each with its file. None where all have room on the host.
-
     Raises:
-        CapacityError: if those that cannot stay there have no room.
+        CapacityError: if those that cannot stay in their files, or go to disk, have no room.
     """
-    files = files_of(module.parameters())
-    if not files:
-        return {}
+    there, has_disk = set(disk.weights), trains and disk.folder is not None
+    files = files_of(each for each in module.parameters() if each not in there)
+    if not files and not has_disk:
+        return Elsewhere({}, [])
     frozen = [each for each in files if not (trains and each.requires_grad)]
     trained = [each for each in module.parameters() if trains and each.requires_grad]
+    movable = _movable_weights(layers, disk.weights) if has_disk else []
     room = room_on_host()
-    beside = int(_OTHER_SHARE * room) + _COPIES_TO_TRAIN * sum(map(num_bytes_of, trained))
+    of_host = room + sum(each.nbytes for each in chain(*movable) if each not in files)
+    copies = _COPIES_BESIDE_DISK if has_disk else _COPIES_TO_TRAIN
+    beside = int(_OTHER_SHARE * of_host) + copies * sum(map(num_bytes_of, trained))
     excess = sum(map(num_bytes_of, files)) + beside - room
     chosen: dict[nn.Parameter, Path] = {}
     while excess > 0 and frozen:
         parameter = frozen.pop()
         chosen[parameter] = files[parameter]
         excess -= parameter.nbytes
-    to_come = sum(each.nbytes for each in files if each not in chosen)
+    numbers = spread_on_disk([sum(each.nbytes for each in layer) for layer in movable], excess)
+    to_disk = [parameter for number in numbers for parameter in movable[number]]
+    to_come = sum(each.nbytes for each in files.keys() - chosen.keys() - set(to_disk))
     if to_come > room:
+        on_disk = "" if has_disk else "let some live in HarmonyStrategy(offload_dir='/a/fast/disk'), "
         raise CapacityError(
             f"the host is {format_bytes(to_come - room)} short: {format_bytes(to_come)} of weights that are trained come to "
-            f"its memory from the files in which they lie, {format_bytes(room)} are free. Add host memory, train fewer "
-            'parameters (LoRA leaves the base in its files), or load the model in bfloat16 for Trainer(precision="bf16-true")'
+            f"its memory from the files in which they lie, {format_bytes(room)} are free. Add host memory, {on_disk}train "
+            "fewer parameters (LoRA leaves the base in its files), or load the model in bfloat16 for "
+            'Trainer(precision="bf16-true")'
         )
-    return chosen
+    return Elsewhere(chosen, to_disk)
+
+
+def _movable_weights(
+    layers: Iterable[Iterable[nn.Parameter]], there: Iterable[nn.Parameter] = ()
+) -> list[list[nn.Parameter]]:
+    """Of each layer, the trained weights that may go to disk, each once; not those that are there."""
+    movable, seen = list[list[nn.Parameter]](), set(there)
+    for layer in layers:
+        own = [each for each in layer if each.requires_grad and each not in seen]
+        movable.append([each for each in own if is_plain(each) and each.nbytes >= BLOCK])
+        seen.update(own)
+    return movable
 
 
 def describe_left(files: Mapping[nn.Parameter, Path]) -> str:
@@ -90,7 +127,7 @@ def describe_left(files: Mapping[nn.Parameter, Path]) -> str:
 class HostBudget:
     """Keeps gradients and the stash within what the host has left beside weights and optimizer state.
 
-    Where there is a folder for it, optimizer state that leaves them no room lives on disk.
+    Where there is a folder for it, optimizer state that leaves them no room lives on disk. Weights do by now.
 
     Args:
         engine: whose they are. As many packs' gradients may wait for their update there as there is room for; where the
@@ -122,13 +159,18 @@ class HostBudget:
         gradients += sizes.values()
         # That few gradients wait would hold up the device: where state may make way, there is room for more.
         self._move_to_disk(waiting_bytes(gradients, is_deferred=is_deferred))
+        streamed = self._engine.updater.streamed
         state = self._state_to_come()
         waiting = bytes_beside_state(gradients, state, is_deferred=is_deferred, ring=1)
         room = room_on_host()
         short = state + waiting - room
         if short > 0:
             rest = max(state - sum(self._movable().values()), 0)
-            would_fit = rest + bytes_beside_state(gradients, rest, is_deferred=is_deferred, ring=1) <= room
+            least = rest + bytes_beside_state(gradients, rest, is_deferred=is_deferred, ring=1)
+            # With a folder, as many weights as that takes are there by now.
+            has_choice = streamed.is_on_device and streamed.disk.folder is None
+            movable = sum(map(num_bytes_of, chain(*_movable_weights(self._layers)))) if has_choice else 0
+            would_fit = least <= room + movable
             raise CapacityError(
                 f"the host is {format_bytes(short)} short: beside the weights, optimizer state takes "
                 f"{format_bytes(state)} and gradients {format_bytes(waiting)}, {format_bytes(room)} are free. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -15,8 +16,8 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from lightning_harmony.engine.devices.stream import Happened
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
-from lightning_harmony.engine.model.disk_store import BLOCK
-from lightning_harmony.engine.updates.disk_home import NUM_BUFFERS, DiskHome
+from lightning_harmony.engine.model.disk_store import BLOCK, DiskStore
+from lightning_harmony.engine.updates.disk_home import NUM_BUFFERS, Buffer, DiskHome
 from lightning_harmony.engine.updates.optimizer_twin import Share
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from support.sampling import combined
@@ -73,18 +74,20 @@ def on_disk(disk: DiskHome, optimizer: Optimizer) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "name", "number_of_devices"),
-    combined(product(CHOSEN, OPTIMIZERS), [(1,), (2,)]),
+    ("chosen", "name", "number_of_devices", "weights"),
+    combined(product(CHOSEN, OPTIMIZERS), [*product([1, 2], [None, *CHOSEN])]),
 )
 @pytest.mark.sampled
 def test_pieces_from_disk_have_the_bits_of_a_step(
-    chosen: str, name: str, number_of_devices: int, disk: DiskHome
+    chosen: str, name: str, number_of_devices: int, weights: str | None, disk: DiskHome
 ) -> None:
     members, expected = parameters(), parameters()
     optimizer, plain = OPTIMIZERS[name](members), OPTIMIZERS[name](expected)
     several = [StreamedUpdate(VirtualDevice(CAPACITY), disk=disk) for _ in range(number_of_devices)]
     streamed = several[0]
     streamed.move_to_disk({p: 2 * p.nbytes for p in members[CHOSEN[chosen]]}, optimizer.state)
+    if weights:
+        disk.take_weights([p for p in members[CHOSEN[weights]] if p.nbytes >= BLOCK])
     for step in range(4):
         for each in (members, expected):
             set_gradients(each, step)
@@ -100,7 +103,8 @@ def test_pieces_from_disk_have_the_bits_of_a_step(
     # What was expected becomes what there is.
     streamed.bring_to_disk(optimizer.state)
     values = [value for state in optimizer.state.values() for value in state.values()]
-    assert disk.bytes_of(members) == sum(value.nbytes for value in values if disk.holds(value))
+    assert disk.bytes_of(members) - disk.weight_bytes == sum(value.nbytes for value in values if disk.holds(value))
+    assert bool(disk.weight_bytes) == bool(weights)
     for each in several:
         each.close()
 
@@ -175,6 +179,56 @@ def test_a_place_that_is_read_again_at_once_has_what_was_written(disk: DiskHome)
         again.drop()
         again.drop()
         assert len(disk._ring) == NUM_BUFFERS
+    streamed.close()
+
+
+def test_weights_that_are_on_the_device_are_not_read_and_are_written(disk: DiskHome) -> None:
+    members, expected = parameters(), parameters()
+    optimizer, plain = SGD(members, lr=0.1), SGD(expected, lr=0.1)
+    streamed = StreamedUpdate(VirtualDevice(CAPACITY), disk=disk)
+    weights = [p for p in members if p.nbytes >= BLOCK]
+    disk.take_weights(weights)
+    streamed.open()
+    for step in range(3):
+        for each in (members, expected):
+            set_gradients(each, step)
+        plain.step()
+        share = share_of(optimizer, members)
+        share.masters.update({p: p.detach().clone() for p in weights})
+        versions = [p._version for p in members]
+        streamed.update(share)
+        streamed.settle()
+        assert same(plain, optimizer)
+        assert disk.take_moved_bytes() == (0, disk.weight_bytes)
+        # Who has kept a copy can tell that it is old.
+        assert all(p._version > version for p, version in zip(members, versions, strict=True))
+    streamed.close()
+
+
+def test_who_reads_weights_waits_for_their_own_write_alone(disk: DiskHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    streamed = StreamedUpdate(VirtualDevice(CAPACITY), disk=disk)
+    slow, other = (nn.Parameter(torch.zeros(BLOCK)) for _ in range(2))
+    disk.take_weights([slow, other])
+    streamed.open()
+    may_go_on = threading.Event()
+    write = DiskStore.write
+
+    def wait_and_write(*arguments: Any) -> None:
+        may_go_on.wait()
+        write(*arguments)
+
+    monkeypatch.setattr(DiskStore, "write", wait_and_write)
+    loan = disk.borrow([slow.detach()], reads=False)
+    loan.there[0].fill_(1)
+    loan.write_after(Happened())
+    buffer = Buffer(lambda size: torch.empty(size, dtype=torch.uint8), BLOCK)
+    assert (disk.read(other.detach(), buffer) == 0).all()
+    with ThreadPoolExecutor(1) as pool:
+        # A part, which begins within a block.
+        reading = pool.submit(disk.read, slow.detach()[100:200], buffer)
+        assert not reading.done()
+        may_go_on.set()
+        assert (reading.result() == 1).all()
     streamed.close()
 
 

@@ -57,8 +57,8 @@ class StepReport(Printed):
             layers count, and not the code between them. Empty where nobody asked: `HarmonyMonitor` does.
         reserved_device_bytes: for each device, the most that was taken of it up to this step, with what torch's allocator
             keeps unused, but without the process's context. Empty where nothing is counted.
-        disk_read_bytes: optimizer state that updates read from disk since the step before.
-        disk_written_bytes: what they wrote there.
+        disk_read_bytes: optimizer state and weights that were read from disk since the step before.
+        disk_written_bytes: what updates wrote there.
         node_sent_bytes: gradients and weights that this node sent to others since the report before.
         num_samples: of the batch; None where they cannot be told with certainty.
     """

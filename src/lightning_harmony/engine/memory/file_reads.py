@@ -9,13 +9,14 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, partial
 
 from torch import Tensor
 
 from lightning_harmony.engine.devices.cores import run_anywhere
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event, Happened
+from lightning_harmony.engine.updates.disk_home import Buffer, DiskHome, memory_for_direct_copies
 from lightning_harmony.plan.values.memory_size import format_bytes
 
 # A piece is read while the one before it is on its way to the device.
@@ -29,15 +30,16 @@ class FileReads:
 
     Args:
         device: where they come to.
+        disk: the home of those that are trained and lie in a file.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, disk: DiskHome) -> None:
+        self._device, self._disk = device, disk
         # Its thread begins with the first work.
         self._thread = ThreadPoolExecutor(1, "harmony-file-read", initializer=run_anywhere)
         self._last: Future[Event] | None = None
         # What it was filled with has left each.
-        self._pieces: deque[tuple[Tensor, Event]] = deque()
+        self._pieces: deque[tuple[Buffer, Event]] = deque()
 
     def start(self, launch: Callable[[], Event]) -> Event:
         """Launch a copy of which files are a source.
@@ -71,24 +73,32 @@ class FileReads:
             OSError: if the file cannot be read.
         """
         to, flat = destination.view(-1), source.detach().view(-1)
-        _will_need(flat)
+        lives_here = self._disk.holds(flat)
+        if not lives_here:
+            _will_need(flat)
         step = _PIECE_BYTES // max(flat.element_size(), to.element_size())
         for start in range(0, flat.numel(), step):
             piece, place = flat[start : start + step], to[start : start + step]
-            _read(piece)
-            if not self._device.computes_apart:
-                place.copy_(piece)
-                continue
-            memory, free = self._take_piece()
-            free.synchronize()
-            staged = memory[: place.nbytes].view(place.dtype).copy_(piece)
-            place.copy_(staged, non_blocking=True)
-            self._pieces.append((memory, self._device.record()))
+            used: list[Buffer] = []
+            if lives_here:
+                used.append(self._take_piece())
+                piece = self._disk.read(piece, used[0])
+            else:
+                _read(piece)
+            if self._device.computes_apart and not (used and piece.dtype == place.dtype):
+                used.append(self._take_piece())
+                piece = used[-1].memory(place.nbytes)[: place.nbytes].view(place.dtype).copy_(piece)
+            place.copy_(piece, non_blocking=True)
+            self._pieces.extend((buffer, self._device.record()) for buffer in used)
 
-    def _take_piece(self) -> tuple[Tensor, Event]:
+    def _take_piece(self) -> Buffer:
+        """Memory that what was in it has left."""
         if not self._pieces:
-            self._pieces.extend((self._device.host_buffer(_PIECE_BYTES), Happened()) for _ in range(_NUM_PIECES))
-        return self._pieces.popleft()
+            allocate = partial(memory_for_direct_copies, self._device)
+            self._pieces.extend((Buffer(allocate, _PIECE_BYTES), Happened()) for _ in range(_NUM_PIECES))
+        buffer, free = self._pieces.popleft()
+        free.synchronize()
+        return buffer
 
     def close(self) -> None:
         """End the thread."""

@@ -25,6 +25,7 @@ from lightning_harmony.engine.model.pack import (
 )
 from lightning_harmony.engine.structures.parts import are_alike, data_of, made_of, num_bytes_of, parts_of
 from lightning_harmony.engine.structures.strides import is_expanded
+from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.engine.updates.postponed import PostponedUpdate
 from lightning_harmony.plan.values.task import Errand
 
@@ -38,6 +39,7 @@ class Swapper:
         pool: host buffers for gradients.
         traffic: counts the copies.
         update: of the step before; a parameter that it has not come to yet is swapped in afterwards.
+        disk: where weights may live.
     """
 
     def __init__(
@@ -47,13 +49,14 @@ class Swapper:
         pool: HostPool,
         traffic: Traffic,
         update: PostponedUpdate,
+        disk: DiskHome,
     ) -> None:
         self._device = device
         self._store = store
         self._pool = pool
         self._traffic = traffic
         self._update = update
-        self._file_reads = FileReads(device)
+        self._file_reads = FileReads(device, disk)
 
     def swap_in(self, pack: SwappedPack, *, keeps_masters: bool = False) -> None:
         """Start to copy a pack's weights and buffers to the device, if they aren't there.
@@ -134,7 +137,7 @@ class Swapper:
         if keeps_masters:
             # What is elsewhere has come as it was cast there.
             there = {parameter: slot for parameter, slot in layout.masters.items() if parameter not in elsewhere}
-            masters = Masters.of(uncast, there) if layout.casts else Masters.of(weights, layout.slots)
+            masters = Masters.of(uncast, there) if layout.types else Masters.of(weights, layout.slots)
         elif layout.casts:
             device.free(uncast, [ready])
         pack.residency = Residency(device, weights, ready, leaves, buffers, companions, staging, as_of, masters)

@@ -23,11 +23,21 @@ from lightning_harmony.plan.values.memory_size import format_bytes
 
 # Direct I/O copies whole blocks between addresses and places that are multiples of this, whatever a disk's own size of block.
 BLOCK = 4096
+_WHAT = "optimizer state or weights"
+# All memory in which files of stores are mapped, with its address and their folder. It may outlast its store.
+_MAPPED: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, Path]] = weakref.WeakKeyDictionary()
 
 
 def whole_blocks(num_bytes: int) -> int:
     """So many bytes, rounded up."""
     return -(-num_bytes // BLOCK) * BLOCK
+
+
+def folder_of(tensor: Tensor) -> Path | None:
+    """The folder in which the file of a tensor of any store is; None if it is of none."""
+    address = tensor.data_ptr()
+    folders = (folder for memory, (start, folder) in _MAPPED.items() if start <= address < start + len(memory))
+    return next(folders, None)
 
 
 @dataclass(frozen=True)
@@ -116,11 +126,13 @@ class DiskStore:
             with suppress(OSError):
                 os.ftruncate(self._file.fileno(), self._end)
             raise CapacityError(
-                f"{_argument(self.folder)}: {format_bytes(size)} of optimizer state do not fit there ({error.strerror}; "
+                f"{_argument(self.folder)}: {format_bytes(size)} of {_WHAT} do not fit there ({error.strerror}; "
                 f"{format_bytes(_free_bytes(self.folder))} are free): give a folder on a larger disk, or make room on this one"
             ) from error
         memory = mmap.mmap(self._file.fileno(), size, offset=self._end)
-        self._extents.append(_Extent(self._end, memory, torch.frombuffer(memory, dtype=torch.uint8).data_ptr()))
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self._extents.append(_Extent(self._end, memory, address))
+        _MAPPED[memory] = address, self.folder
         self._free[size].append(self._end)
         self._end += size
 
@@ -209,10 +221,19 @@ class DiskStore:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{_argument(self.folder)}: {format_bytes(num_bytes)} of optimizer state could not be {done} "
+                f"{_argument(self.folder)}: {format_bytes(num_bytes)} of {_WHAT} could not be {done} "
                 f"({errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}). Go on from the last checkpoint, with a "
                 "folder on another disk",
             ) from error
+
+    def flush(self) -> None:
+        """Wait until all is on the disk that went there by way of memory, so that the system may forget it.
+
+        Raises:
+            OSError: if something could not be written.
+        """
+        with self._explained("written", self._end):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Copy no more. Tensors stay as they are, and the file's space is given back when the last of them has gone."""

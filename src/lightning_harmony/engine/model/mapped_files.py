@@ -11,6 +11,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_harmony.engine.model.disk_store import folder_of
+
 _Tensor = TypeVar("_Tensor", bound=Tensor)
 
 
@@ -32,6 +34,7 @@ def files_of(tensors: Iterable[_Tensor]) -> dict[_Tensor, Path]:
     """The tensors that lie in private mappings of files, as `safetensors` and ``torch.load(mmap=True)`` make them.
 
     Such memory is the system's to give back, as it is in the file. What is written to it stays in memory, and not in the file.
+    Those that an earlier fit has left on disk are among them, whose files nobody else sees.
 
     Args:
         tensors: those to look at. One with gaps, or of a class of its own, is not among those that are found.
@@ -43,7 +46,10 @@ def files_of(tensors: Iterable[_Tensor]) -> dict[_Tensor, Path]:
     starts = [mapping.start for mapping in mappings]
     found: dict[_Tensor, Path] = {}
     for tensor in tensors:
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
+            continue
+        if (folder := folder_of(tensor)) is not None:
+            found[tensor] = folder / "a file without a name"
             continue
         first = bisect_right(starts, tensor.data_ptr()) - 1
         if first >= 0 and (path := mappings[first].path) and tensor.data_ptr() + tensor.nbytes <= mappings[first].end:
@@ -51,7 +57,8 @@ def files_of(tensors: Iterable[_Tensor]) -> dict[_Tensor, Path]:
     return found
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is an ordinary one of the host, without gaps."""
     is_strided = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
     return is_strided and type(tensor.data) is Tensor and tensor.is_contiguous() and tensor.nbytes > 0
 

@@ -84,7 +84,7 @@ def assemble(
             narrower than the parameters' own; None to leave all types as they are.
         compile_options: of `torch.compile`, with which layers are compiled; None not to.
         updates_on_host: whether optimizers step there, and not on the devices.
-        disk: where optimizer state may live; None if it may not.
+        disk: where optimizer state and weights may live; None if they may not.
         plan: what to run by once work space is known; None to plan from what is measured.
         progress: told again and again how many bytes are in the host store.
         records: what earlier fits have measured; None to measure anew.
@@ -134,7 +134,7 @@ def assemble(
     residents = [
         Residents(
             device,
-            Swapper(device, store, pool, traffic, updater.postponed),
+            Swapper(device, store, pool, traffic, updater.postponed, updater.streamed.disk),
             Sums(device, pool, traffic, swapped.is_shared),
             Stash(device, pool, traffic),
             number,

@@ -1,13 +1,14 @@
-"""The disk as a home of optimizer state: whose it is, and the ring of host buffers through which state comes and goes."""
+"""The disk as a home of optimizer state and of weights: whose it is, and the host buffers through which they come and go."""
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import RLock
+from threading import Lock, RLock
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.cores import run_anywhere
+from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event, Happened
+from lightning_harmony.engine.devices.touched_memory import touched_buffer
 from lightning_harmony.engine.model.disk_store import BLOCK, DiskStore, whole_blocks
 from lightning_harmony.engine.model.host_store import Slot, lay_out
 
@@ -32,14 +35,14 @@ _MOST_TENSORS = 4
 
 
 class DiskHome:
-    """Where optimizer state lives that the host has no room for.
+    """Where optimizer state lives, and weights do, that the host has no room for.
 
     Args:
-        folder: where its file is made, when the first parameter's state gets its home there. None where none may.
+        folder: where its file is made, when the first of them gets its home there. None where none may.
 
     Attributes:
         folder: the same.
-        bytes_per_second: of state that is read and written again; None before that was measured.
+        bytes_per_second: of what is read and written again; None before that was measured.
         one_update: held while an update uses the buffers. Several devices would wait for each other's.
     """
 
@@ -49,34 +52,66 @@ class DiskHome:
         self._read_bytes = self._written_bytes = 0
         self._waited_seconds = 0.0
         self.bytes_per_second: float | None = None
+        self._counting = Lock()
         self._state_bytes: dict[nn.Parameter, int] = {}
+        self._weights: list[nn.Parameter] = []
         self._store: DiskStore | None = None
         self._ring: deque[Buffer] = deque()
         self._readers = ThreadPoolExecutor(_NUM_THREADS, "harmony-disk-read", initializer=run_anywhere)
+        # What layers wait for is not to queue behind what updates read ahead.
+        self._urgent_readers = ThreadPoolExecutor(_NUM_THREADS, "harmony-weight-read", initializer=run_anywhere)
         self._writers = ThreadPoolExecutor(_NUM_THREADS, "harmony-disk-write", initializer=run_anywhere)
 
     # ---- whose home it is ----------------------------------------------------------------------------------------------
 
-    def take(
-        self, state_bytes: Mapping[nn.Parameter, int], allocate: Callable[[int], Tensor], buffer_bytes: int
-    ) -> None:
+    def take(self, state_bytes: Mapping[nn.Parameter, int]) -> None:
         """From now on, be the home of the state of some parameters.
 
         Args:
             state_bytes: of each, what its state will take.
-            allocate: makes a flat buffer of bytes on the host, from which devices copy at full speed.
-            buffer_bytes: what a piece of state takes.
 
         Raises:
             CapacityError: if the disk has too little room.
         """
-        assert self.folder is not None
-        store = self._store = self._store or DiskStore(self.folder)
-        store.reserve(sum(whole_blocks(each) + _MOST_TENSORS * BLOCK for each in state_bytes.values()))
+        self._reserve(sum(whole_blocks(each) + _MOST_TENSORS * BLOCK for each in state_bytes.values()))
         self._state_bytes.update(state_bytes)
-        if not self._ring:
+
+    def take_weights(self, parameters: Sequence[nn.Parameter]) -> None:
+        """From now on, be the home of some parameters, dense ones on the host. They stay the user's, in mapped memory.
+
+        Raises:
+            CapacityError: if the disk has too little room. Then nothing has moved.
+            OSError: if something could not be written.
+        """
+        store = self._reserve(sum(whole_blocks(parameter.nbytes) for parameter in parameters))
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter in parameters:
+                place = store.empty(parameter.shape, parameter.stride(), parameter.dtype)
+                parameter.data = place.copy_(parameter)
+        store.flush()
+        self._weights += parameters
+
+    def _reserve(self, num_bytes: int) -> DiskStore:
+        assert self.folder is not None
+        self._store = self._store or DiskStore(self.folder)
+        self._store.reserve(num_bytes)
+        return self._store
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether it was opened."""
+        return bool(self._ring)
+
+    def open(self, allocate: Callable[[int], Tensor], buffer_bytes: int) -> None:
+        """Take the buffers through which updates read and write, if there are none.
+
+        Args:
+            allocate: makes a flat buffer of bytes on the host, from which devices copy at full speed.
+            buffer_bytes: what a piece takes.
+        """
+        if self._store is not None and not self._ring:
             self._ring.extend(Buffer(allocate, buffer_bytes) for _ in range(NUM_BUFFERS))
-            self._measure(store, buffer_bytes)
+            self._measure(self._store, buffer_bytes)
 
     def _measure(self, store: DiskStore, buffer_bytes: int) -> None:
         """Read and write some of the file at once, as updates do."""
@@ -101,7 +136,7 @@ class DiskHome:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether it is the home of any state."""
+        """Whether it is the home of anything."""
         return self._store is not None
 
     def is_home_of(self, parameter: nn.Parameter) -> bool:
@@ -109,13 +144,24 @@ class DiskHome:
         return parameter in self._state_bytes
 
     def bytes_of(self, parameters: Sequence[nn.Parameter]) -> int:
-        """What the state of some parameters takes of the disk, or will take as far as that is known."""
-        return sum(self._state_bytes.get(parameter, 0) for parameter in parameters)
+        """What an update of some parameters reads and writes, or will as far as that is known."""
+        return sum(self._state_bytes.get(p, 0) + (p.nbytes if self.holds(p.detach()) else 0) for p in parameters)
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The parameters that live here."""
+        return [parameter for parameter in self._weights if self.holds(parameter.detach())]
+
+    @property
+    def weight_bytes(self) -> int:
+        """What these are."""
+        return sum(parameter.nbytes for parameter in self.weights)
 
     @property
     def used_bytes(self) -> int:
         """What there is of state on the disk."""
-        return 0 if self._store is None else self._store.used_bytes
+        used = 0 if self._store is None else self._store.used_bytes
+        return used - sum(whole_blocks(parameter.nbytes) for parameter in self.weights)
 
     def holds(self, value: Any) -> bool:
         """Whether a tensor, or what a part is of, lies here."""
@@ -155,15 +201,36 @@ class DiskHome:
         Raises:
             OSError: if what the buffer had before could not be written.
         """
-        assert self._store is not None
-        store, buffer = self._store, self._ring[0]
+        buffer = self._ring[0]
         with self.waiting():
             buffer.settle()
         self._ring.popleft()
+        return self._lend(buffer, tensors, self._readers if reads else None)
+
+    def read(self, tensor: Tensor, buffer: Buffer) -> Tensor:
+        """Read a tensor of the disk, or a part of one, into a buffer that is not of the ring. Any thread may.
+
+        Raises:
+            OSError: if it could not be read, or what it is could not be written before.
+        """
+        loan = self._lend(buffer, [tensor], self._urgent_readers)
+        wait(loan.reads)
+        for read in loan.reads:
+            read.result()
+        return loan.there[0]
+
+    def _lend(self, buffer: Buffer, tensors: Sequence[Tensor], readers: ThreadPoolExecutor | None) -> Loan:
+        assert self._store is not None
+        store = self._store
         loan = Loan(self, buffer, [(tensor, store.place_of(tensor)) for tensor in tensors])
-        if reads:
-            self._read_bytes += loan.num_bytes
-            loan.reads = [self._readers.submit(store.read, *request) for request in loan.requests(whole=True)]
+        if readers is not None:
+            with self._counting:
+                self._read_bytes += loan.num_bytes
+            # What is still on its way to these places has gone back to the ring by now.
+            for other in list(self._ring):
+                if other.writes_to(loan):
+                    other.settle()
+            loan.reads = [readers.submit(store.read, *request) for request in loan.requests(whole=True)]
         return loan
 
     def give_back(self, loan: Loan, buffer: Buffer, after: Event | None) -> None:
@@ -185,6 +252,7 @@ class DiskHome:
                 filled.result()
                 store.write(source, place)
 
+            buffer.written = loan
             buffer.writes = [self._writers.submit(write, *request) for request in loan.requests(whole=False)]
         self._ring.append(buffer)
 
@@ -205,8 +273,9 @@ class DiskHome:
             buffer.settle()
 
     def take_moved_bytes(self) -> tuple[int, int]:
-        """What updates have read, and what they have written, since this was last asked."""
-        moved, self._read_bytes, self._written_bytes = (self._read_bytes, self._written_bytes), 0, 0
+        """What was read, and what updates have written, since this was last asked."""
+        with self._counting:
+            moved, self._read_bytes, self._written_bytes = (self._read_bytes, self._written_bytes), 0, 0
         return moved
 
     def take_waited_seconds(self) -> float:
@@ -215,27 +284,38 @@ class DiskHome:
         return seconds
 
     def close(self) -> None:
-        """End the threads, and let the buffers go. State stays readable, and its space goes with the last of it."""
-        self._readers.shutdown(wait=True)
-        self._writers.shutdown(wait=True)
+        """End the threads, and let the buffers go. What lives here stays readable; its space goes with the last of it."""
+        for threads in (self._readers, self._urgent_readers, self._writers):
+            threads.shutdown(wait=True)
         self._ring.clear()
         if self._store is not None:
             self._store.close()
 
 
+def memory_for_direct_copies(device: Device, num_bytes: int) -> Tensor:
+    """Memory on the host, locked if possible, and not copied for processes that are forked while the disk fills it."""
+    buffer = touched_buffer(num_bytes)
+    # Where the system locks no more memory, copies are slower.
+    with suppress(RuntimeError, OSError):
+        weakref.finalize(buffer.untyped_storage(), device.register_host(buffer))
+    return buffer
+
+
 class Buffer:
-    """A buffer of the ring.
+    """A buffer of the host, such as those of the ring.
 
     Args:
         allocate: makes a flat buffer of bytes.
         num_bytes: what it has at least, once it is used.
 
     Attributes:
-        writes: what is still written from it.
+        writes: what is still written from it, or was.
+        written: what that is.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor], num_bytes: int) -> None:
         self.writes: list[Future[None]] = []
+        self.written: Loan | None = None
         self._allocate, self._least_bytes = allocate, num_bytes
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -254,9 +334,13 @@ class Buffer:
         Raises:
             OSError: if something could not be written.
         """
+        # They stay: another thread may have given others meanwhile.
         for write in self.writes:
             write.result()
-        self.writes = []
+
+    def writes_to(self, loan: Loan) -> bool:
+        """Whether places of a loan were written from it last."""
+        return self.written is not None and self.written.meets(loan)
 
 
 class Loan:
@@ -291,6 +375,14 @@ class Loan:
             memory[offset : offset + num_bytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
             for (tensor, _), (offset, _, num_bytes) in zip(tensors, self._places, strict=True)
         ]
+
+    def meets(self, other: Loan) -> bool:
+        """Whether some of its bytes on the disk are also the other's."""
+        return any(
+            place < end and begin < place + num_bytes
+            for _, place, num_bytes in self._places
+            for begin, end in ((begin, begin + size) for _, begin, size in other._places)
+        )
 
     def requests(self, *, whole: bool) -> Iterator[tuple[memoryview, int]]:
         """What is to be copied at once: parts of the buffer, each with its place on the disk.

@@ -82,11 +82,12 @@ class StreamedUpdate:
         """Take the memory on the device, before anybody plans with what is left."""
         if not self._on_host:
             self._stage.open()
+            self.disk.open(self._stage.memory_for_direct_copies, self._stage.num_bytes)
 
     @property
     def disk_buffer_bytes(self) -> int:
-        """What the disk will take of the host as the home of some state, if it is none yet."""
-        return 0 if self.disk.is_in_use else NUM_BUFFERS * self._stage.num_bytes
+        """What the disk will take of the host as the home of some state, unless it has that."""
+        return 0 if self.disk.has_buffers else NUM_BUFFERS * self._stage.num_bytes
 
     def move_to_disk(
         self, state_bytes: Mapping[nn.Parameter, int], states: Mapping[nn.Parameter, dict[str, Any]]
@@ -100,7 +101,8 @@ class StreamedUpdate:
         Raises:
             CapacityError: if the disk has too little room.
         """
-        self.disk.take(state_bytes, self._stage.memory_for_direct_copies, self._stage.num_bytes)
+        self.disk.take(state_bytes)
+        self.disk.open(self._stage.memory_for_direct_copies, self._stage.num_bytes)
         self.bring_to_disk(states)
 
     def bring_to_disk(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lightning_harmony.engine.devices.device import Device, flat_buffer
 from lightning_harmony.engine.devices.stream import Event, Happened
-from lightning_harmony.engine.devices.touched_memory import touched_buffer
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_store import Slot, lay_out, views_in
 from lightning_harmony.engine.updates.device_home import DeviceHome, Key
 from lightning_harmony.engine.updates.device_step import Part, copy_all, is_on_device, make_step, own_of
-from lightning_harmony.engine.updates.disk_home import DiskHome, Loan
+from lightning_harmony.engine.updates.disk_home import DiskHome, Loan, memory_for_direct_copies
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.values.memory_size import format_bytes
@@ -36,11 +35,13 @@ class Piece:
 
     Attributes:
         parts: of parameters.
+        weights: these parts, on the host.
         values: of their state, on the host.
         loans: buffers in which those are that live on disk.
     """
 
     parts: Sequence[Part]
+    weights: dict[nn.Parameter, Tensor]
     values: Values
     loans: list[Loan]
 
@@ -106,7 +107,7 @@ class Stage:
         return self._large
 
     def call_for(self, share: Share, parts: Sequence[Part]) -> Piece:
-        """Have the state of a piece come from disk, as far as it lives there.
+        """Have a piece and its state come from disk, as far as they live there.
 
         Args:
             share: whose piece it is.
@@ -120,11 +121,20 @@ class Stage:
                 for name, value in share.state(part.parameter).items()
                 if is_on_device(name, value, share.group_of(part.parameter))
             }
-            on_disk = [key for key, value in values.items() if self._disk.holds(value)]
-            if not on_disk:
-                return Piece(parts, values, [])
-            loan = self._disk.borrow([values[key] for key in on_disk], reads=True)
-            return Piece(parts, values | dict(zip(on_disk, loan.there, strict=True)), [loan])
+            weights = {part.parameter: part.of(part.parameter.detach()) for part in parts}
+            own = [parameter for parameter, weight in weights.items() if self._disk.holds(weight)]
+            # Their memory will be other, of which they know nothing.
+            increment_version(own)
+            # Those that are on the device already need not be read.
+            own = [parameter for parameter in own if parameter not in share.masters]
+            state = [key for key, value in values.items() if self._disk.holds(value)]
+            if not own and not state:
+                return Piece(parts, weights, values, [])
+            coming = [*(weights[parameter] for parameter in own), *(values[key] for key in state)]
+            loan = self._disk.borrow(coming, reads=True)
+            weights.update(zip(own, loan.there[: len(own)], strict=True))
+            values.update(zip(state, loan.there[len(own) :], strict=True))
+            return Piece(parts, weights, values, [loan])
 
     def launch(
         self,
@@ -148,9 +158,12 @@ class Stage:
         """
         coming, stepping, leaving = self._streams
         parts, values = piece.parts, piece.values
-        parameters = {part.parameter: part.of(part.parameter.detach()) for part in parts}
+        parameters = piece.weights
         masters = {
-            part.parameter: part.of(share.masters.get(part.parameter, part.parameter.detach())) for part in parts
+            part.parameter: part.of(share.masters[part.parameter])
+            if part.parameter in share.masters
+            else parameters[part.parameter]
+            for part in parts
         }
         gradients = {part.parameter: part.of(gradients[part.parameter]) for part in parts}
         coming_gradients = {p: gradient for p, gradient in gradients.items() if not self.device.owns(gradient)}
@@ -212,7 +225,7 @@ class Stage:
         self.home.clear()
 
     def _by_way_of_buffer(self, piece: Piece, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Copies from the device, those of new state that lives on disk to a buffer instead."""
+        """Copies from the device, those of what lives on disk, and has not come from there, to a buffer instead."""
         to_disk = [home for home, _ in pairs if self._disk.holds(home)]
         if not to_disk:
             return pairs
@@ -315,16 +328,10 @@ class Stage:
         return buffers[0]
 
     def memory_for_direct_copies(self, num_bytes: int) -> Tensor:
-        """Memory on the host, locked if possible, and not copied for processes that are forked while the disk fills it."""
-        buffer = touched_buffer(num_bytes)
-
-        def lock() -> None:
-            weakref.finalize(buffer.untyped_storage(), self.device.register_host(buffer))
-
-        # Where the system locks no more memory, copies are slower.
-        with suppress(RuntimeError, OSError):
-            self._streams[0].submit(lock)
-        return buffer
+        """What the disk's buffers are made of. As above, it is locked as work of this GPU."""
+        buffers: list[Tensor] = []
+        self._streams[0].submit(lambda: buffers.append(memory_for_direct_copies(self.device, num_bytes)))
+        return buffers[0]
 
     def finish(self) -> None:
         """Wait until all is back on the host that was launched: for state that lives on disk, in buffers."""

@@ -32,7 +32,7 @@ class Cost:
         backward_seconds: of its recompute and backward, for one microbatch.
         recompute_seconds: of the recompute alone, which ends with the last tensor that the backward needs.
         staging_bytes: what its weights take besides while they come, where they are cast on their way.
-        disk_bytes: its optimizer state that lives on disk, and comes and goes at its update.
+        disk_bytes: what of its optimizer state and weights lives on disk, and comes and goes at its update.
         optimizer_bytes: its optimizer state that lives on the host, and may stay on a device between updates.
         arriving_bytes: what a microbatch has on the layer's device when it comes to its forward: the input, and what else
             code keeps.

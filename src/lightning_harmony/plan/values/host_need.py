@@ -77,6 +77,28 @@ def num_on_disk(states: Sequence[int], excess: int) -> int:
     return number
 
 
+def spread_on_disk(weights: Sequence[int], excess: int) -> list[int]:
+    """Which layers have their weights on disk, so that the host has so many bytes less: evenly among the others.
+
+    While those that are in memory compute, the disk has time for the next.
+
+    Args:
+        weights: the bytes of each layer's that may live there, in the order of the forward.
+        excess: the bytes that the host has no room for.
+
+    Returns:
+        Their numbers. All that have any, where those are too few bytes.
+    """
+    total, owed, numbers = sum(weights), 0, []
+    # The last one, if any: at the turn from the forward to the backward it is read once.
+    for number, num_bytes in reversed(list(enumerate(weights))):
+        owed += min(max(excess, 0), total) * num_bytes
+        if num_bytes and owed > 0:
+            numbers.append(number)
+            owed -= total * num_bytes
+    return numbers
+
+
 def bytes_beside_state(packs: Iterable[int], state_bytes: int, *, is_deferred: bool, ring: int = RING) -> int:
     """The most that gradients take in all of a training, beside the whole state of the optimizer.
 

@@ -23,7 +23,7 @@ class DeviceLimits:
         swap_out_bytes_per_second: device to host.
         transfer_bytes_per_second: device to device.
         update_bytes_per_second: gradients that updates of one device use up, the disk aside.
-        disk_bytes_per_second: optimizer state that is read from disk, and written there again at the same time.
+        disk_bytes_per_second: what updates read from disk, and write there again at the same time.
         occupied_bytes: what of the capacity a step finds taken: by the batch, by buffers of no layer, by what user code keeps.
         updates_outlast: whether updates just in time may go on under the next step's forward. Where something may look at
             weights between steps, each step waits for its own.
