@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
@@ -34,11 +34,12 @@ class DividedUpdate:
         """Whether this node updates a parameter."""
         return self._division.is_own(parameter)
 
-    def share(self, updated: Mapping[nn.Parameter, Event]) -> dict[nn.Parameter, Event]:
+    def share(self, updated: Mapping[nn.Parameter, Event], settle: Callable[[], None]) -> dict[nn.Parameter, Event]:
         """Send the others what this node updates, and receive the rest, in a thread. All nodes come here.
 
         Args:
             updated: the end of each update that this node makes.
+            settle: waits until what these have changed is where it lives.
 
         Returns:
             Of each parameter, when it has its new values.
@@ -46,7 +47,7 @@ class DividedUpdate:
         futures: list[Future[None]] = [Future() for _ in self._batches]
         self._division.begin(futures)
         # Who ends with an error does not wait for it: it may wait for nodes that wait for this one's end.
-        Thread(target=self._run, args=(dict(updated), futures), name="harmony-weights", daemon=True).start()
+        Thread(target=self._run, args=(dict(updated), settle, futures), name="harmony-weights", daemon=True).start()
         events: dict[nn.Parameter, Event] = dict(updated)
         for batch, future in zip(self._batches, futures, strict=True):
             events.update(dict.fromkeys(batch, HostEvent(future)))
@@ -55,25 +56,28 @@ class DividedUpdate:
     # ---- in the thread -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _run(self, updated: Mapping[nn.Parameter, Event], futures: Sequence[Future[None]]) -> None:
+    def _run(
+        self, updated: Mapping[nn.Parameter, Event], settle: Callable[[], None], futures: Sequence[Future[None]]
+    ) -> None:
         failure: Exception | None = None
         for batch, future in zip(self._batches, futures, strict=True):
             try:
                 if failure is not None:
                     raise failure
                 with self._division.exchange.beside():
-                    self._share(batch, [updated[p] for p in batch if p in updated])
+                    self._share(batch, [updated[p] for p in batch if p in updated], settle)
             except Exception as error:
                 failure = error
                 future.set_exception(error)
             else:
                 future.set_result(None)
 
-    def _share(self, batch: Sequence[nn.Parameter], updated: Sequence[Event]) -> None:
+    def _share(self, batch: Sequence[nn.Parameter], updated: Sequence[Event], settle: Callable[[], None]) -> None:
         failure: Exception | None = None
         try:
             for event in updated:
                 event.synchronize()
+            settle()
         except Exception as error:
             failure = error
         # No node begins what another one may not come to: such an exchange could not be ended.

@@ -115,7 +115,9 @@ class PostponedUpdate:
                 queue = queue_for(self._queues, parameter, share.gradients[parameter], number)
                 event = queue.submit(partial(_update, queue, share, clip), urgency=Urgency(number))
                 events.update(dict.fromkeys(members, event))
-        self._follow(optimizer, events if divided is None else divided.share(events), known)
+        if divided is not None:
+            events = divided.share(events, self._queues[0].streamed.settle)
+        self._follow(optimizer, events, known)
 
     def follow(self, optimizer: Optimizer, events: dict[nn.Parameter, Event], known: Collection[Tensor]) -> None:
         """Take over what is under way.
