@@ -208,17 +208,18 @@ import sys, pytest
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 import lightning.pytorch as pl
-from support.small_host import Host, build, train
+from support.small_host import OF_WEIGHTS, Host, build, train
 
 class Waits(pl.Callback):
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_step == 2:
-            assert host.disk.used_bytes
+            assert host.disk.used_bytes and host.disk.weights
             print("two steps", flush=True)
             sys.stdin.readline()
 
 with pytest.MonkeyPatch.context() as patch:
     host = Host(1.0, patch, Path({folder!r}))
+    host.room = OF_WEIGHTS
     train(build(), host, Waits())
 """
 

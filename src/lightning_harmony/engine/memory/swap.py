@@ -39,7 +39,7 @@ class Swapper:
         pool: host buffers for gradients.
         traffic: counts the copies.
         update: of the step before; a parameter that it has not come to yet is swapped in afterwards.
-        disk: where weights may live.
+        disk: where weights may live; None if they may not.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Swapper:
         pool: HostPool,
         traffic: Traffic,
         update: PostponedUpdate,
-        disk: DiskHome,
+        disk: DiskHome | None = None,
     ) -> None:
         self._device = device
         self._store = store
         self._pool = pool
         self._traffic = traffic
         self._update = update
-        self._file_reads = FileReads(device, disk)
+        self._file_reads = FileReads(device, DiskHome() if disk is None else disk)
 
     def swap_in(self, pack: SwappedPack, *, keeps_masters: bool = False) -> None:
         """Start to copy a pack's weights and buffers to the device, if they aren't there.
