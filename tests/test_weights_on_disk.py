@@ -216,6 +216,47 @@ def test_weights_that_were_loaded_from_files_may_exceed_the_host(
     assert len(on_disk(module)) >= NUM_LAYERS - 2
 
 
+class AsAWhole(torch.optim.AdamW):
+    """An optimizer of one's own, which nobody divides."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class ByHand(Net):
+    """Steps its optimizer itself."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Net, ByHand])
+def test_who_steps_optimizers_as_a_whole_finds_them(
+    kind: type[Net], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def module() -> Net:
+        return kind(build().net, lambda parameters: AsAWhole(parameters, lr=0.01))
+
+    number = 1 if kind is ByHand else 2
+    # State and gradients have room.
+    host, ours, expected = small_host(monkeypatch, tmp_path, 9.0, num_microbatches=number), module(), module()
+    monkeypatch.setattr(f"{BUDGET}.spread_on_disk", lambda weights, excess: range(len(weights)))
+    train(ours, host)
+    loader: Any = DataLoader(SAMPLES, batch_size=BATCH_SIZE // number)  # type: ignore[arg-type]
+    _fit(trainer_for("auto", NUM_STEPS, [], accumulate_grad_batches=number), expected, loader)
+    assert on_disk(ours) == [*range(NUM_LAYERS)]
+    assert all(map(torch.equal, ours.parameters(), expected.parameters()))
+
+
 def test_a_full_disk_is_refused_before_any_moves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     reserve = os.posix_fallocate
 

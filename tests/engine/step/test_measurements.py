@@ -75,9 +75,15 @@ def test_what_is_recalled_is_as_if_it_had_been_measured(devices: list[VirtualDev
     store.close()
 
 
-def test_a_layer_costs_the_disk_what_its_state_takes_there(devices: list[VirtualDevice]) -> None:
+@pytest.mark.parametrize("has_state", [True, False], ids=["state", "weights alone"])
+def test_a_layer_costs_the_disk_what_its_state_and_weights_take_there(
+    devices: list[VirtualDevice], has_state: bool
+) -> None:
     class Disk:
         bytes_per_second = 50.0
+
+        def is_home_of(self, parameter: torch.nn.Parameter) -> bool:
+            return has_state
 
         def bytes_of(self, parameters: Sequence[torch.nn.Parameter]) -> int:
             return 2 * sum(parameter.nbytes for parameter in parameters)
@@ -85,8 +91,12 @@ def test_a_layer_costs_the_disk_what_its_state_takes_there(devices: list[Virtual
     module = torch.nn.Linear(2, 2)
     store = HostStore(list(module.parameters()), devices[0])
     layer = SwappedLayer(0, "layer", module, list(module.parameters()))
-    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), Disk(), updater())
+    of_state = updater()
+    of_state.state_bytes = lambda parameters: 7
+    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), Disk(), of_state)
     assert measured.cost(layer).disk_bytes == 2 * 6 * 4
+    # State that lives on the host may stay on a device.
+    assert measured.cost(layer).optimizer_bytes == (0 if has_state else 7)
     assert measured.machine().disk_bytes_per_second == 50.0
     store.close()
 

@@ -28,7 +28,7 @@ class Measurements:
         store: the host store, from which layers come.
         profiler: what was timed.
         work: what was allocated.
-        disk: where optimizer state may live; None if it may not.
+        disk: where optimizer state and weights may live; None if they may not.
         updater: times updates, and has the state that is on the host and on devices.
     """
 
@@ -42,9 +42,12 @@ class Measurements:
     def cost(self, layer: SwappedLayer) -> Cost:
         """What a layer was seen to cost."""
         cost = self.profiler.complete(self.work.cost(layer, self.store), layer)
-        on_disk = 0 if self.disk is None else self.disk.bytes_of(layer.parameters)
-        state = 0 if on_disk else self.updater.state_bytes(layer.parameters)
-        return replace(cost, disk_bytes=on_disk, optimizer_bytes=state)
+        state, disk = self.updater.state_bytes(layer.parameters), self.disk
+        if disk is None:
+            return replace(cost, disk_bytes=0, optimizer_bytes=state)
+        # That which lives there stays on no device.
+        state = 0 if any(map(disk.is_home_of, layer.parameters)) else state
+        return replace(cost, disk_bytes=disk.bytes_of(layer.parameters), optimizer_bytes=state)
 
     def machine(self) -> DeviceLimits:
         """The capacity, and the speeds that were seen."""
