@@ -20,6 +20,7 @@ from torchmetrics import MeanMetric
 from lightning_harmony import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
 from lightning_harmony.engine.devices.cuda_device import CudaDevice
 from lightning_harmony.engine.devices.stream import CudaStream, OnCudaStream
+from lightning_harmony.engine.model.disk_store import folder_of
 from lightning_harmony.plan.drawing.recording import read_recording
 from lightning_harmony.plan.values.task import Phase
 from support import device_updates as updates
@@ -31,6 +32,8 @@ from support.half_precision import Scales, train_reference
 from support.lightning_fits import harmony
 from support.lightning_fits import trainer_for as quiet_trainer
 from support.same_training import Gradients, Net, assert_close, compare, train_harmony, train_plain, trainer_for
+from support.small_host import BUDGET, OF_WEIGHTS, Blocks
+from support.small_host import SAMPLES as OF_BLOCKS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -478,3 +481,22 @@ def _noting(make: Any, name: str, opened: list[Any]) -> Any:
         opened.append(getattr(device, name))
 
     return noted
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_weights_and_state_on_disk_have_the_bits_of_those_in_memory(
+    optimizer: str, precision: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("lightning_harmony.strategy.fits", lambda *_: False)
+    monkeypatch.setattr(f"{BUDGET}.room_on_host", lambda: 3 * OF_WEIGHTS // 2)
+    monkeypatch.setattr(f"{BUDGET}.num_on_disk", lambda states, excess: len(states))
+    monkeypatch.setattr(f"{BUDGET}.spread_on_disk", lambda weights, excess: range(len(weights)))
+    module = Net(Blocks(), OPTIMIZERS[optimizer])
+    options: dict[str, Any] = {"accelerator": "gpu", "precision": precision}
+    plain = train_plain(copy.deepcopy(module), OF_BLOCKS, 2, 8, **options)
+    strategy = HarmonyStrategy("1GiB", 2, profile_cache=False, offload_dir=tmp_path)
+    result = train_harmony(module, OF_BLOCKS, strategy, 8, with_gradients=False, **options)
+    compare(plain, result)
+    assert all(report.disk_read_bytes and report.disk_written_bytes for report in result.reports[2:])
+    assert sum(folder_of(parameter) is not None for parameter in module.parameters()) > 8
