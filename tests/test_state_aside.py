@@ -91,6 +91,8 @@ def test_a_larger_validation_batch_runs_whole_and_training_goes_on_in_memory(
     assert caplog.text.count("waits in host memory") == 1
     assert "in validation_step" in caplog.text
     assert_same(plain, harmony)
+    # The fit has ended with a validation. What steps now finds the state beside the parameters.
+    assert not harmony.optimizers[0]._optimizer_step_pre_hooks
 
 
 @pytest.mark.cpu

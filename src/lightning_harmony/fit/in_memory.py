@@ -84,9 +84,8 @@ class InMemory:
             DoesNotFit: if there is no room for the batch, whatever the number of microbatches where nothing says it.
             CapacityError: if there is none, and the step cannot be undone.
         """
-        name = "training_step"
         self._watch.state.come_back()
-        fits = self._watch.knows_to_fit(name, args)
+        fits = self._watch.knows_to_fit("training_step", args)
         if not self._module.automatic_optimization or self.tree.takes_iterator(self._module.training_step):
             with nullcontext() if fits else self._watch.bounding():
                 return step(*args, **kwargs)
@@ -108,7 +107,7 @@ class InMemory:
             return self._running(args, kwargs, *self._split(args, kwargs))()
 
         search = partial(self.split_check.fewest, args[0], len(sizes))
-        result = self._watch.run_in_fewest(name, args, run, search, self._keeping_gradients)
+        result = self._watch.run_in_fewest("training_step", args, run, search, self._keeping_gradients)
         if self._num_microbatches != len(sizes):
             self.tree.info(found(self._num_microbatches))
         return result
@@ -150,6 +149,7 @@ class InMemory:
 
     def end(self) -> None:
         """The fit is over, or goes on with layers that are swapped: these are compiled in another way."""
+        self._watch.state.end()
         if self._spread is not None:
             self._spread.end()
         for layer in self._compiled:

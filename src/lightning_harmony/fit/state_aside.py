@@ -48,10 +48,14 @@ class StateAside:
 
     def come_back(self) -> None:
         """Bring it to where it was."""
-        for hook in self._hooks:
-            hook.remove()
         for tensor, device in self._places:
             _move(tensor, device)
+        self.end()
+
+    def end(self) -> None:
+        """Where it is now, it stays for whoever has the optimizers."""
+        for hook in self._hooks:
+            hook.remove()
         self._hooks, self._places, self.is_aside = [], [], False
 
     def _come_back_first(self, *args: Any) -> None:
