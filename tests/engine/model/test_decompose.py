@@ -127,6 +127,37 @@ class TestPlainModels:
         for layer in find_layers(root, max_layer_bytes=None):
             assert root.get_submodule(layer.name) is layer.module
 
+    @pytest.mark.parametrize("kind", ["a model beside its copy", "an ensemble", "stages"])
+    def test_blocks_that_are_large_stacks_of_blocks_give_theirs(self, kind):
+        """A model beside its frozen copy was two layers, wherever a device had the room for the weights of one."""
+        if kind == "a model beside its copy":
+            root = nn.ModuleDict({"model": Decoder(4), "reference": Decoder(4)})
+            expected = [f"{name}.blocks.{number}" for name in ("model", "reference") for number in range(4)]
+        elif kind == "an ensemble":
+            root = nn.ModuleList(Decoder(5) for _ in range(6))
+            expected = [f"{member}.blocks.{number}" for member in range(6) for number in range(5)]
+        else:
+            stages = [nn.ModuleDict({"blocks": nn.ModuleList(Block() for _ in range(depth))}) for depth in (2, 6)]
+            root = root_of(stages=nn.ModuleList(stages))
+            expected = [
+                f"stages.{stage}.blocks.{number}" for stage, depth in ((0, 2), (1, 6)) for number in range(depth)
+            ]
+        assert [name for name in names(root) if "blocks" in name] == expected
+
+    def test_blocks_of_many_stay_layers_whatever_they_are_made_of(self):
+        """As mixtures of experts, each of which is a module."""
+
+        class Mixture(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.experts = nn.ModuleList(Mlp() for _ in range(8))
+
+            def forward(self, x):
+                return sum(expert(x) for expert in self.experts)
+
+        assert names(nn.ModuleList(Mixture() for _ in range(16))) == [str(number) for number in range(16)]
+        assert names(nn.ModuleList(Mixture() for _ in range(4)))[:2] == ["0.experts.0", "0.experts.1"]
+
     def test_a_sequential_gives_its_parts_that_have_parameters(self):
         assert names(root_of(net=nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))) == ["net.0", "net.2"]
 

@@ -13,6 +13,8 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_harmony.engine.structures.parts import num_bytes_of
 
+# Blocks of a stack that is no block itself, at least; of a model that has as many of these, each is a block all the same.
+_LEAST_BLOCKS, _MOST_LARGE_BLOCKS = 4, 16
 LayerChoice: TypeAlias = Collection[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
 
@@ -29,8 +31,8 @@ def find_layers(root: nn.Module, *, max_layer_bytes: int | None, layers: LayerCh
     """Find the layers of a model.
 
     The outermost repeated blocks (several modules of one class in a ``ModuleList``, ``Sequential`` or ``ModuleDict``,
-    or of a class that Hugging Face's ``_no_split_modules`` names) are layers. So is what is left over beside them,
-    each module as a whole. A module that is too large is descended into, as long as it has modules to descend to.
+    or of a class that Hugging Face's ``_no_split_modules`` names) are layers, but for large ones that are stacks of
+    repeated blocks themselves. So is what is left over beside them, each module as a whole. A module that is too large is descended into, as long as it has modules to descend to.
     No layer lies within another.
 
     Args:
@@ -171,8 +173,21 @@ def _blocks(root: nn.Module) -> frozenset[int]:
     modules = [module for _, module in _tree(root)]
     names = {name for module in modules for name in getattr(module, "_no_split_modules", None) or ()}
     named = (module for module in modules if type(module).__name__ in names)
-    repeated = (block for module in modules for block in _repeated(module))
+    whole_bytes = _parameter_bytes(root)
+    repeated = (block for module in modules for block in _repeated(module) if not _is_stack(block, whole_bytes))
     return frozenset(id(module) for group in (named, repeated) for module in group if _has_parameters(module))
+
+
+def _is_stack(module: nn.Module, whole_bytes: int) -> bool:
+    """Whether a block is a network of blocks itself: a model beside its frozen copy, a member of an ensemble, a long stage.
+
+    As one layer it would take the memory of a whole network at work, wherever a device has the room for its weights.
+    """
+    num_bytes = _parameter_bytes(module)
+    if _MOST_LARGE_BLOCKS * num_bytes <= whole_bytes:
+        return False
+    inside = ([block for block in _repeated(inner) if block._modules] for _, inner in _tree(module))
+    return any(len(blocks) >= _LEAST_BLOCKS and 2 * sum(map(_parameter_bytes, blocks)) > num_bytes for blocks in inside)
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
