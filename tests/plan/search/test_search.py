@@ -67,7 +67,7 @@ def every_plan(profile: Profile, calls: Sequence[int], num_microbatches: int) ->
             visits = visits_of([pack_of[call] for call in calls])
             names = tuple(tuple(layers[i].name for i in pack) for pack in cut)
             packs = profile.pack_costs(names)
-            for first in (len(visits), *fusable_from(visits, packs, capacity)):
+            for first in (len(visits), *fusable_from(visits, packs, capacity, may_be=True)):
                 keeping = kept(visits, first, packs, num_microbatches, capacity)
                 for size in range(len(keeping) + 1):
                     plan = Plan(names, visits, first, frozenset(keeping[:size]), profile=profile)
@@ -295,6 +295,22 @@ class TestBetter:
         plan = Plan((names[:3], names[3:]), (0, 1), 1, num_microbatches=2, fingerprint="of the model", profile=profile)
         return replace(plan, predicted=Predicted(predict(plan).seconds, ()))
 
+    def test_packs_are_fused_where_a_replay_says_that_they_fit(self) -> None:
+        """Forward and backward of the largest pack counted together, though they follow each other.
+
+        As of preference optimization: behind the head of the policy, whose logits go to the host for the backward if it is not
+        fused, comes a frozen model, whose head allocates the most.
+        """
+        machine = DeviceLimits(100, 4.0, 4.0)
+        blocks = [Cost(f"block {n}", 4, 4, copied_bytes=4, forward_seconds=1.0, backward_seconds=2.0) for n in range(4)]
+        head = replace(blocks[0], name="head", stash_bytes=20, forward_work_bytes=20, backward_work_bytes=20)
+        frozen = Cost("frozen", 10, 0, forward_work_bytes=45, backward_work_bytes=40, forward_seconds=1.0)
+        profile = Profile((*blocks, head, frozen), machine)
+        names = tuple((cost.name,) for cost in profile.layers)
+        plan = Plan(names, tuple(range(6)), 5, num_microbatches=4, profile=profile)
+        plan = replace(plan, predicted=Predicted(predict(plan).seconds, ()))
+        assert search_better(plan, range(6)).first_fused <= 4
+
     def test_a_faster_plan_is_found_for_the_same_model(self) -> None:
         plan = self.plan()
         better = search_better(plan, range(6))
@@ -302,7 +318,7 @@ class TestBetter:
         assert (better.fingerprint, better.profile, better.num_microbatches) == ("of the model", plan.profile, 2)
         assert seconds_of(better) == seconds_of(search(plan.profile, range(6), 2))  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize("capacity", [None, 1500])
+    @pytest.mark.parametrize("capacity", [None, 1200])
     def test_the_forward_joins_turns_that_take_longer_than_what_that_costs(
         self, capacity: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:

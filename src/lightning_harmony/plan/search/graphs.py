@@ -98,20 +98,24 @@ def fused_from(visits: Sequence[int], packs: Sequence[Cost], capacity_bytes: int
     return start
 
 
-def fusable_from(visits: Sequence[int], packs: Sequence[Cost], capacity_bytes: int | None) -> Iterator[int]:
+def fusable_from(
+    visits: Sequence[int], packs: Sequence[Cost], capacity_bytes: int | None, *, may_be: bool = False
+) -> Iterator[int]:
     """Each visit from which packs can be fused, the last one first.
 
     Args:
         visits: the packs in the order in which a forward reaches them.
         packs: what each pack costs.
         capacity_bytes: what the device may hold; None for no limit.
+        may_be: whether those count, too, of which only a replay tells whether they fit.
     """
+    needed = _least_fused_bytes if may_be else _fused_bytes
     for position in range(len(visits) - 1, -1, -1):
         tail = set(visits[position:])
         if tail & set(visits[:position]):
             continue
         # The last pack alone takes nothing but the graphs that its backward needs anyway.
-        if len(tail) > 1 and capacity_bytes is not None and _fused_bytes(visits, position, packs) > capacity_bytes:
+        if len(tail) > 1 and capacity_bytes is not None and needed(visits, position, packs) > capacity_bytes:
             return
         yield position
 
@@ -151,3 +155,8 @@ def _fused_bytes(visits: Sequence[int], position: int, packs: Sequence[Cost]) ->
     work = max((packs[index].work_bytes for index in {*tail, *rest}), default=0)
     swapped = max((packs[index].state_bytes for index in rest), default=0)
     return fused + work + (BUFFERING - 1) * swapped
+
+
+def _least_fused_bytes(visits: Sequence[int], position: int, packs: Sequence[Cost]) -> int:
+    """What of that no order of tasks can spare."""
+    return sum(packs[index].state_bytes + packs[index].kept_bytes for index in set(visits[position:]))

@@ -414,7 +414,7 @@ class Space:
         """The visits from which packs may be fused."""
         if self._num_devices > 1 and self._parallel == "pipeline":
             return sorted({len(visits), fused_alone(visits)})
-        return [len(visits), *fusable_from(visits, packs, self._profile.machine.free_bytes)]
+        return [len(visits), *fusable_from(visits, packs, self._profile.machine.free_bytes, may_be=True)]
 
     def _rungs(self, most: int) -> list[int]:
         return list(range(most + 1)) if self._takes_all else _ladder(most)
