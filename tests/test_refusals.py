@@ -443,26 +443,6 @@ def test_double_backward_through_the_loss_is_refused() -> None:
     assert_trains(module, lambda: fit(module))
 
 
-class CallsWithOtherWeights(Net):
-    """Noise on the weights, learned steps of them: what a layer is swapped with was used instead, in silence."""
-
-    bad = True
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        block = self.net.blocks[0]
-        weights = {name: 1.01 * p if self.bad else p for name, p in block.named_parameters()}
-        x = torch.func.functional_call(block, weights, (self.net.embed(batch),))
-        return x.square().mean() + super().training_step(batch, batch_idx)
-
-
-def test_a_layer_that_is_called_with_other_weights_is_refused() -> None:
-    module = CallsWithOtherWeights(nets.Language())
-    words = ["'net.blocks.0'", "functional_call", "strategy='auto'"]
-    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
-    module.bad = False
-    assert_trains(module, lambda: fit(module))
-
-
 class AsksForGradients(Net):
     """Looks at gradients of parameters within the step: they used to be told as not used."""
 

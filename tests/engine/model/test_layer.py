@@ -9,7 +9,6 @@ from torch.nn.utils import prune
 
 from lightning_harmony.engine.model.layer import SwappedLayer, buffers_of, move_buffers
 from lightning_harmony.engine.model.parameter_places import places_of
-from lightning_harmony.errors import UnsupportedModelError
 from support.referring import Referring
 
 
@@ -95,16 +94,18 @@ class TestBound:
             assert torch.equal(module.weight, copies[parameter])
         assert module.weight is before
 
-    def test_tensors_in_place_of_parameters_are_refused(self) -> None:
+    def test_other_tensors_in_place_of_parameters_are_told(self) -> None:
         layer = layer_of(nn.Linear(2, 2))
         assert layer.module is not None
-        weight, parameter = torch.ones(2, 2), layer.module.weight
-        layer.module._parameters["weight"] = weight  # type: ignore[assignment]
-        with (
-            pytest.raises(UnsupportedModelError, match="called with tensors in place of its parameters"),
-            layer.bound({parameter: weight, layer.module.bias: torch.ones(2)}, {}),
-        ):
+        assert not layer.is_given_weights()
+        with layer.bound(copies_of(layer), {}):
             pass
+        weight = layer.module._parameters.pop("weight")
+        assert layer.is_given_weights()
+        layer.module._parameters["weight"] = torch.ones(2, 2)  # type: ignore[assignment]
+        assert layer.is_given_weights()
+        layer.module._parameters["weight"] = weight
+        assert not layer.is_given_weights()
 
     @pytest.mark.parametrize("module", [Referring(), nn.LSTM(2, 3), nn.Linear(2, 2)], ids=["own", "lstm", "linear"])
     def test_everything_is_back_afterwards(self, module: nn.Module) -> None:

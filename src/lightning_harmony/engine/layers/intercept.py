@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.lanes.lane import current_lane
+from lightning_harmony.engine.glue.one_device import BringsHostOperands
+from lightning_harmony.engine.lanes.lane import AnyLane, Lane, current_lane
 from lightning_harmony.engine.layers.layer_call import LayerCall, OwnForward
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.model.compiled import compiled_whole, is_compiled
@@ -71,6 +73,9 @@ class InterceptedForward:
         """
         if self._is_removed:
             return self.original.run(*args, **kwargs)
+        lane = current_lane()
+        if self.layer.is_given_weights():
+            return self._run_with_given_weights(lane, args, kwargs)
         if torch._C._are_functorch_transforms_active():
             raise UnsupportedModelError(
                 f"layer {self.layer.name!r} is called within a transformation of torch.func (vmap, grad, jvp), which cannot "
@@ -86,13 +91,23 @@ class InterceptedForward:
                 "call that outside and pass on what it returns, or make a layer of what has both with "
                 "HarmonyStrategy(layers=...)"
             )
-        in_lane = current_lane() is not None
-        if torch._C._is_tracing() and not in_lane:
+        if torch._C._is_tracing() and lane is None:
             # A logger that draws the model, or an export: between steps weights are the model's own.
             return self.original.run(*args, **kwargs)
         # In a lane, user's code sees stand-ins for parameters.
-        anchor = self._anchor if in_lane else anchored(self._anchor, self.layer.parameters)
+        anchor = self._anchor if lane is not None else anchored(self._anchor, self.layer.parameters)
         return self._run(anchor, args, kwargs)
+
+    def _run_with_given_weights(self, lane: AnyLane | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """There is nothing to swap: it is code between layers."""
+        if isinstance(lane, Lane):
+            # The module has these weights for all microbatches. This ends the turns: the step runs again.
+            raise UnsupportedModelError(f"layer {self.layer.name!r} is called with other weights than its own")
+        device = self._runtime.device_of(self.layer)
+        # Outside of lanes, parameters are on the host, and what is made of them.
+        brings = BringsHostOperands(device) if lane is None and device.type == "cuda" else nullcontext()
+        with brings:
+            return self.original.run(*args, **kwargs)
 
     def _run(self, anchor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return LayerCall(self.original, self._runtime, anchor).run(args, kwargs)

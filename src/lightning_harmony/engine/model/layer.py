@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from lightning_harmony.engine.model.attributes import AttributesOfLayer
 from lightning_harmony.engine.model.companions import CallChanges, CompanionChangedError, Companions
 from lightning_harmony.engine.model.derived import derived_weights
-from lightning_harmony.engine.model.parameter_places import containers_of, is_replaced, places_of
+from lightning_harmony.engine.model.parameter_places import Place, containers_of, is_replaced, places_of
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -34,6 +34,15 @@ class ParameterKey(tuple[nn.Module, str]):
     """
 
     parameter: nn.Parameter
+
+
+def _is_its_own(place: Place) -> bool:
+    """Whether a place holds its parameter, or what stands in for it."""
+    try:
+        value = place.container[place.key]
+    except LookupError:
+        return False
+    return value is place.parameter or getattr(value, "_parameter", None) is place.parameter
 
 
 def _tensors_of(key: BufferKey) -> dict[str, Any]:
@@ -324,6 +333,10 @@ class SwappedLayer:
         except CompanionChangedError as error:
             raise UnsupportedModelError(changes_data(self)) from error
 
+    def is_given_weights(self) -> bool:
+        """Whether other tensors take the place of its parameters, as `torch.func.functional_call` puts them there."""
+        return not all(map(_is_its_own, self._places))
+
     @contextmanager
     def bound(
         self, parameters: Mapping[nn.Parameter, Tensor], buffers: Mapping[BufferKey, Tensor]
@@ -334,18 +347,6 @@ class SwappedLayer:
             A dict that holds, once the context is left, the buffers as the code left them.
         """
         outside = [(place, place.container[place.key]) for place in self._places]
-        # Neither the parameter itself, nor what stands in for it.
-        foreign = [
-            value
-            for place, value in outside
-            if value is not place.parameter and getattr(value, "_parameter", None) is not place.parameter
-        ]
-        if foreign:
-            raise UnsupportedModelError(
-                f"layer {self.name!r} is called with tensors in place of its parameters (torch.func.functional_call), but it "
-                "is swapped with its own: compute with the functions of torch.nn.functional instead, or train with "
-                "Trainer(strategy='auto')"
-            )
         outside_buffers = {key: _tensors_of(key)[key[1]] for key in buffers}
         containers = [(attributes, name, attributes[name]) for attributes, name in self._containers]
         derived = [(weight, weight.get()) for weight in self._derived]

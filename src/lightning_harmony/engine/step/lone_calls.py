@@ -13,7 +13,6 @@ from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.shortage import exceeded
 from lightning_harmony.engine.step.swapped_model import SwappedModel
-from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase, Task
 
 
@@ -50,12 +49,6 @@ class LoneCalls:
         residents = self._placement.residents[0]
         pack = residents.packs[index]
         for layer in pack.layers:
-            if layer.is_outdated():
-                raise UnsupportedModelError(
-                    f"layer {layer.name!r} is called outside of a step, after its parameters were replaced, as pruning and "
-                    "torch.func.functional_call do, and before the next step: call it in a later hook, or a copy of it, "
-                    "copy.deepcopy(module)"
-                )
             layer.derive()
         self._model.follow(pack.parameters)
         try:
