@@ -158,17 +158,6 @@ def test_what_more_than_values_are_changed_is_refused(change: str) -> None:
         run(Changes(), swapped())
 
 
-def test_a_training_step_may_not_change_weights_that_are_averaged() -> None:
-    class Changes(Averaged):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            with torch.no_grad():
-                self.net.head.weight.mul_(0.5)
-            return super().training_step(batch, batch_idx)
-
-    with pytest.raises(UnsupportedModelError, match="is changed inside the step"):
-        run(Changes(), swapped())
-
-
 class Momentum(Net):
     """Averages a frozen copy in its step, and tells features of both apart from a queue of earlier ones, as MoCo does."""
 

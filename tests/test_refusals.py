@@ -656,10 +656,7 @@ def replace_parameter(module: Any) -> None:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "of-a-layer": under_no_grad(lambda module: module.net.head.weight.copy_(module.net.embed.weight)),
-    "all-at-once": under_no_grad(lambda module: torch._foreach_mul_(list(module.parameters()), 0.5)),
     "out": under_no_grad(lambda module: torch.mul(module.shift, 0.5, out=module.scale)),
-    "item-assigned": under_no_grad(lambda module: module.net.head.weight.__setitem__(0, 0.0)),
     "a-view": under_no_grad(lambda module: module.net.head.weight[:1].mul_(0.5)),
     "a-view-of-data": lambda module: module.net.head.weight.data.view(-1).clamp_(-0.1, 0.1),
     "a-view-in-a-list": lambda module: torch._foreach_mul_([module.net.head.weight.data.view(-1)], 0.5),

@@ -289,8 +289,8 @@ class Runtime:
         """The context in which a parameter is on the root device, to be changed there; behind it, the host has that.
 
         None where others use it meanwhile: other microbatches, unless these run one after the other, or a backward; or where
-        the microbatch has a view, which would change with it, or has used one that is trained. An evaluation of one microbatch
-        may change all parameters.
+        the microbatch has a view, which would change with it, or has used one that is trained, or called a layer that has it.
+        An evaluation of one microbatch may change all parameters.
 
         Args:
             parameter: which one.
@@ -306,8 +306,9 @@ class Runtime:
         having = [layer for layer in self._model.layers if any(each is parameter for each in layer.parameters)]
         is_read, progress = any(layer.is_in_graph for layer in having), step.current()
         if parameter.requires_grad and step.has_optimizer(parameter):
-            of_layers = any(layer.module is not None for layer in having)
-            if of_layers or progress is None or parameter in progress.tokens:
+            called = set() if progress is None else set(progress.calls)
+            is_used = any(layer.module is not None and layer.index in called for layer in having)
+            if is_used or progress is None or parameter in progress.tokens:
                 return None
             # The backwards of other microbatches are over.
             is_read = is_read and not step.runs_whole
