@@ -266,6 +266,33 @@ class CalledForEachToken(Carries):
         return x
 
 
+class Penalizing(nn.Linear):
+    """Leaves a penalty beside its result, for the loss."""
+
+    penalty: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.penalty = x.pow(2).mean()
+        return x
+
+
+class WhatLayersLeaveTwice(Carries):
+    """Two passes of a batch, each with its penalties. What a layer keeps for its recompute was taken for a use of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalizing = nn.Sequential(*[Penalizing(nets.WIDTH, nets.WIDTH) for _ in range(2)])
+
+    def run(self, x: Tensor) -> Tensor:
+        made = x
+        for _ in range(2):
+            made = made + self.penalizing(x)
+            for module in self.penalizing:
+                made = made + 0.1 * module.penalty
+        return made
+
+
 IN_ORDER = [
     AMeanBetweenTwoLayers, ABufferBehindTheLayers, WhatALayerLeavesToItself, WhatIsMadeOnce, WhatIsWrittenBeforeItIsRead,
 ]  # fmt: skip
@@ -298,7 +325,7 @@ def test_microbatches_that_come_in_their_order_to_what_they_read_and_write_take_
     assert takes_turns(net(), caplog) == (True, [])
 
 
-@pytest.mark.parametrize("net", [TheGradientOfWhatItKeeps, CalledForEachToken])
+@pytest.mark.parametrize("net", [TheGradientOfWhatItKeeps, CalledForEachToken, WhatLayersLeaveTwice])
 def test_what_nothing_is_computed_with_is_not_passed_on(net: type[Carries], caplog: pytest.LogCaptureFixture) -> None:
     assert_same_training(Net(net()), samples(), batch_size=8, updates=["just in time"], tolerance=1e-6)
     assert takes_turns(net(), caplog) == (True, [])

@@ -97,6 +97,8 @@ def _let_go(tensor: Tensor) -> None:
 class Watched(Tensor):
     """A tensor that was found, until it is computed with."""
 
+    tells_of_reads = True
+
     # Nothing of ours is to be traced.
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.containers import (
@@ -233,7 +234,10 @@ class _Kept:
         # Inference tensors count no versions, and are written to in inference mode alone.
         self._version = None if tensor.is_inference() else tensor._version
         small = self._version is not None and tensor.numel() * tensor.element_size() <= _SMALL_BYTES
-        self._copy = copied(tensor.detach()) if small else None
+        # Whether user code reads it may be watched, by its class.
+        is_watched = getattr(type(tensor), "tells_of_reads", False)
+        with torch._C.DisableTorchFunctionSubclass() if is_watched else nullcontext():
+            self._copy = copied(tensor.detach()) if small else None
 
     def has_changed(self) -> bool:
         return self._version is not None and self.tensor._version != self._version
