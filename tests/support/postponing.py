@@ -56,7 +56,8 @@ def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def late_start(self: PostponedUpdate, *args: Any, **options: Any) -> None:
         start(self, *args, **options)
-        found.append(False)
+        if not options["waits"]:
+            found.append(False)
 
     def late_follow(self: PostponedUpdate, *args: Any) -> None:
         nonlocal num_together

@@ -55,6 +55,7 @@ class PostponedUpdate:
         order: Iterable[Sequence[nn.Parameter]],
         clip: Clip | None,
         *,
+        waits: bool = False,
         state_may_stay: bool = False,
         divided: DividedUpdate | None = None,
     ) -> None:
@@ -64,36 +65,11 @@ class PostponedUpdate:
             optimizer: one that `why_not_separable` finds nothing against. Its parameters' ``grad`` stays, clipped.
             order: parameters in shares, those first that are needed first. What isn't among them comes last.
             clip: changes the gradients of each share before they are used.
+            waits: whether to return when all are updated.
             state_may_stay: whether nobody looks at optimizer state before the next update.
             divided: says what this node updates; None if it updates all.
         """
-        self._ask(optimizer, order, clip, state_may_stay=state_may_stay, divided=divided)
-
-    def make_at_once(
-        self,
-        optimizer: Optimizer,
-        order: Iterable[Sequence[nn.Parameter]],
-        clip: Clip | None,
-        *,
-        state_may_stay: bool = False,
-        divided: DividedUpdate | None = None,
-    ) -> None:
-        """As `start`, and wait for it."""
         waited, busy = self._overlap.waited_seconds, self._overlap.busy_seconds
-        self._ask(optimizer, order, clip, state_may_stay=state_may_stay, divided=divided)
-        self.finish_parameters()
-        # Nothing else goes on meanwhile.
-        self._overlap.waited_seconds = waited + self._overlap.busy_seconds - busy
-
-    def _ask(
-        self,
-        optimizer: Optimizer,
-        order: Iterable[Sequence[nn.Parameter]],
-        clip: Clip | None,
-        *,
-        state_may_stay: bool,
-        divided: DividedUpdate | None,
-    ) -> None:
         self.finish_parameters()
         self.let_state_stay(optimizer if state_may_stay else None)
         known = frozenset(optimizer.state)
@@ -118,6 +94,10 @@ class PostponedUpdate:
         if divided is not None:
             events = divided.share(events, self._queues[0].streamed.settle)
         self._follow(optimizer, events, known)
+        if waits:
+            self.finish_parameters()
+            # Nothing else goes on meanwhile.
+            self._overlap.waited_seconds = waited + self._overlap.busy_seconds - busy
 
     def follow(self, optimizer: Optimizer, events: dict[nn.Parameter, Event], known: Collection[Tensor]) -> None:
         """Take over what is under way.

@@ -417,9 +417,10 @@ class Updater:
         """
         self._optimizer = optimizer
         self.speeds.state_may_stay = state_may_stay and self.streamed.spares_the_bus
-        update = self.postponed.make_at_once if waits else self.postponed.start
         divided, self._divided = self._divided, None
-        update(optimizer, order, clip, state_may_stay=state_may_stay, divided=divided)
+        self.postponed.start(
+            optimizer, order, clip, waits=waits, state_may_stay=state_may_stay, divided=divided
+        )
 
     def keep_on_devices(self, parameters: Sequence[frozenset[nn.Parameter]]) -> None:
         """Let optimizer state stay on devices between updates, as far as nobody looks.
