@@ -106,12 +106,15 @@ class DeferredUpdate:
     ) -> Any:
         self._engine.updater.postponed.finish()
         streamed = self._engine.updater.streamed
-        result = streamed.step_as_a_whole(optimizer, step, closure)
-        if streamed.why_elsewhere is not None and not self._has_warned:
+        whole = streamed.whole_step
+        if whole is None:
+            return step() if closure is None else step(closure)
+        result = whole.make(optimizer, step, closure)
+        if whole.why_on_host is not None and streamed.spares_the_bus and not self._has_warned:
             self._has_warned = True
             self.policy.tree.warn(
                 f"{type(optimizer).__name__} steps as a whole, and on the host, where the last bit can differ: "
-                f"{streamed.why_elsewhere}. One of torch's optimizers may step on the GPU"
+                f"{whole.why_on_host}. One of torch's optimizers may step on the GPU"
             )
         return result
 

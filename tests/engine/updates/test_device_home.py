@@ -51,8 +51,8 @@ def update_both(streamed: StreamedUpdate, optimizer: Optimizer, plain: Optimizer
 
 def keeping(members: list[nn.Parameter], capacity: int | None = None, **options: Any) -> StreamedUpdate:
     streamed = StreamedUpdate(VirtualDevice(capacity), **options)
-    streamed.keep_on_device(frozenset(members))
-    streamed.lets_state_stay = True
+    streamed.home.parameters = frozenset(members)
+    streamed.home.is_open = True
     return streamed
 
 
@@ -78,7 +78,7 @@ def test_what_stays_is_stepped_as_it_would_be_elsewhere(
         if number in (3, 5):
             streamed.bring_back()
             assert_same(plain, optimizer)
-            assert streamed.kept_bytes == 0
+            assert streamed.home.num_bytes == 0
     # The first update after that brings it again.
     weights, large = (
         sum(p.nbytes for p in members),
@@ -97,13 +97,13 @@ def test_what_may_stay_no_longer_goes_with_its_update(name: str, is_cut: bool, m
     optimizer, plain = OPTIMIZERS[name](members), OPTIMIZERS[name](expected)
     streamed = keeping(members, traffic=traffic)
     for number in range(5):
-        streamed.lets_state_stay = number not in (2, 4)
+        streamed.home.is_open = number not in (2, 4)
         traffic.reset()
         update_both(streamed, optimizer, plain, number)
-        if not streamed.lets_state_stay:
+        if not streamed.home.is_open:
             assert_same(plain, optimizer)
-            assert streamed.kept_bytes == 0
-            assert streamed.moved_share(members) == 1
+            assert streamed.home.num_bytes == 0
+            assert streamed.home.moved_share(members) == 1
     gradients = sum(p.nbytes for p in members)
     large = sum(v.nbytes for s in plain.state.values() for v in s.values() if v.dim() > 0)
     # Weights and gradients come, and weights and state go.
@@ -123,8 +123,8 @@ def test_what_stays_neither_comes_nor_goes() -> None:
     # Weights, gradients and both moments come; then weights and gradients, and weights go.
     assert moved[1] == pytest.approx((4 * weights, weights), abs=64)
     assert moved[2:] == [pytest.approx((2 * weights, weights), abs=64)] * 2
-    assert streamed.kept_bytes == pytest.approx(2 * weights, abs=64)
-    assert streamed.moved_share(members) == pytest.approx(1 / 3, abs=0.01)
+    assert streamed.home.num_bytes == pytest.approx(2 * weights, abs=64)
+    assert streamed.home.moved_share(members) == pytest.approx(1 / 3, abs=0.01)
 
 
 @pytest.mark.parametrize("capacity", [30_000, 40_000, 60_000])
@@ -134,7 +134,7 @@ def test_what_there_is_no_room_for_comes_and_goes(capacity: int) -> None:
     streamed = keeping(members, capacity)
     for number in range(4):
         update_both(streamed, optimizer, plain, number)
-    assert streamed.kept_bytes < 2 * sum(p.nbytes for p in members)
+    assert streamed.home.num_bytes < 2 * sum(p.nbytes for p in members)
     assert streamed.device.peak_bytes() <= capacity
     streamed.bring_back()
     assert_same(plain, optimizer)
@@ -165,7 +165,7 @@ def test_state_in_memory_that_is_slow_to_copy_keeps_its_place(monkeypatch: pytes
     streamed = keeping(members)
     for number in range(4):
         update_both(streamed, optimizer, plain, number)
-    assert streamed.kept_bytes > 0
+    assert streamed.home.num_bytes > 0
     streamed.bring_back()
     assert_same(plain, optimizer)
 
@@ -200,11 +200,11 @@ def test_nothing_stays_that_may_not() -> None:
         step(members, number)
         update(streamed, optimizer)
     kept: list[Tensor] = [v for p in members[:2] for v in optimizer.state[p].values() if v.dim() > 0]
-    assert streamed.kept_bytes == sum(value.nbytes for value in kept)
-    assert streamed.keeps_others_than(frozenset(members[:1]))
-    assert not streamed.keeps_others_than(frozenset(members))
+    assert streamed.home.num_bytes == sum(value.nbytes for value in kept)
+    assert streamed.home.keeps_others_than(frozenset(members[:1]))
+    assert not streamed.home.keeps_others_than(frozenset(members))
     streamed.bring_back()
-    streamed.lets_state_stay = False
+    streamed.home.is_open = False
     step(members, 3)
     update(streamed, optimizer)
-    assert streamed.kept_bytes == 0
+    assert streamed.home.num_bytes == 0

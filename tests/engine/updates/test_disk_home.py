@@ -96,7 +96,7 @@ def test_pieces_from_disk_have_the_bits_of_a_step(
         shares = [share_of(optimizer, members[number::number_of_devices]) for number in range(number_of_devices)]
         with ThreadPoolExecutor(number_of_devices) as pool:
             list(pool.map(StreamedUpdate.update, several, shares))
-        streamed.settle()
+        streamed.disk.settle()
         assert same(plain, optimizer)
     assert any(on_disk(disk, optimizer))
     assert all(on_disk(disk, optimizer)) == (chosen == "all")
@@ -126,7 +126,7 @@ def test_updates_that_come_between_pieces_find_buffers(disk: DiskHome) -> None:
                 streamed.update(shares.pop(), between=more_urgent)
 
         more_urgent()
-        streamed.settle()
+        streamed.disk.settle()
         assert same(plain, optimizer)
         assert len(disk._ring) == NUM_BUFFERS
     streamed.close()
@@ -153,7 +153,7 @@ def test_what_there_is_of_state_moves_and_what_is_loaded_follows(disk: DiskHome)
             assert not any(on_disk(disk, optimizer))
         plain.step()
         streamed.update(share_of(optimizer, members))
-        streamed.settle()
+        streamed.disk.settle()
         assert same(plain, optimizer)
     assert all(on_disk(disk, optimizer))
     assert disk.used_bytes == used
@@ -255,7 +255,7 @@ def test_state_that_a_step_makes_in_another_type_has_a_new_place(disk: DiskHome)
             set_gradients(each, number)
         plain.step()
         streamed.update(share_of(optimizer, members))
-        streamed.settle()
+        streamed.disk.settle()
         assert same(plain, optimizer)
     assert all(on_disk(disk, optimizer))
     streamed.close()

@@ -54,6 +54,17 @@ class DeviceHome:
         """What of the state of a parameter need not come for its update, and need not go."""
         return self._spared[parameter]
 
+    def keeps_others_than(self, parameters: frozenset[nn.Parameter]) -> bool:
+        """Whether state is here that is of none of these parameters."""
+        return bool(self.num_bytes) and not self.parameters <= parameters
+
+    def moved_share(self, parameters: Iterable[nn.Parameter]) -> float:
+        """What an update of some parameters sends back to the host, as a share of what it would if nothing stayed."""
+        if not self.is_open:
+            return 1.0
+        num_bytes = sum(parameter.nbytes for parameter in parameters)
+        return num_bytes / max(num_bytes + sum(map(self.spared_bytes, parameters)), 1)
+
     def make_room(self, parts: Sequence[Part], state: Mapping[Key, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Make places for the state of parameters whose update begins, as there is room.
 

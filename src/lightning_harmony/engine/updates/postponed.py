@@ -47,7 +47,7 @@ class PostponedUpdate:
         if optimizer is not None:
             self._watch(optimizer)
         for queue in self._queues:
-            queue.streamed.lets_state_stay = optimizer is not None and queue.streamed.spares_the_bus
+            queue.streamed.home.is_open = optimizer is not None and queue.streamed.spares_the_bus
 
     def start(
         self,
@@ -151,7 +151,7 @@ class PostponedUpdate:
     def finish(self) -> None:
         """Wait until all parameters are updated, and bring optimizer state to the host; raise what failed."""
         for queue in self._queues:
-            queue.streamed.lets_state_stay = False
+            queue.streamed.home.is_open = False
         self.finish_parameters()
 
     def finish_parameters(self) -> None:
@@ -159,7 +159,7 @@ class PostponedUpdate:
         try:
             self._finish_parameters()
         finally:
-            if not any(queue.streamed.lets_state_stay for queue in self._queues):
+            if not any(queue.streamed.home.is_open for queue in self._queues):
                 for queue in self._queues:
                     queue.bring_back_state()
                 self._forget()
@@ -172,7 +172,7 @@ class PostponedUpdate:
         if optimizer is None:
             return
         try:
-            self._overlap.wait_for(events, self._devices, then=self._queues[0].streamed.settle)
+            self._overlap.wait_for(events, self._devices, then=self._queues[0].streamed.disk.settle)
         finally:
             # Also what comes after a share that failed.
             for queue in self._queues:

@@ -178,7 +178,7 @@ class UpdateQueue:
             self._running = interrupted
             if interrupted is not None:
                 interrupted.since = perf_counter()
-        disk_seconds = self.streamed.take_disk_seconds()
+        disk_seconds = self.streamed.disk.take_waited_seconds()
         if num_bytes:
             self._speed.note(num_bytes, running.seconds - disk_seconds)
 
@@ -203,7 +203,7 @@ class UpdateQueue:
 
     def bring_back_state(self) -> None:
         """Have optimizer state that stays on the device brought to the host, behind all that was submitted."""
-        if self.streamed.kept_bytes:
+        if self.streamed.home.num_bytes:
             self._stream.submit(self.streamed.bring_back).synchronize()
 
     def take_speed(self) -> Speed:
@@ -229,5 +229,5 @@ def queue_for(
         rank: of the pack among all.
     """
     has_gradient = (queue for queue in queues if gradient is not None and queue.device.owns(gradient))
-    has_state = (queue for queue in queues if queue.streamed.keeps_state_of(parameter))
+    has_state = (queue for queue in queues if parameter in queue.streamed.home.parameters)
     return next(chain(has_state, has_gradient), queues[rank % len(queues)])

@@ -12,13 +12,12 @@ and is written while the next pieces are stepped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import Traffic
@@ -49,6 +48,12 @@ class StreamedUpdate:
         on_host: whether all parameters are stepped where they are.
         traffic: counts what comes and goes.
         disk: where optimizer state may live; None if it may not.
+
+    Attributes:
+        device: the same.
+        disk: the same; one that is used for nothing if there is none.
+        home: keeps optimizer state on the device from update to update.
+        whole_step: steps there optimizers that look at all parameters together; None if they step on the host.
     """
 
     def __init__(
@@ -66,7 +71,8 @@ class StreamedUpdate:
         self._on_host = on_host
         traffic = traffic or Traffic()
         self._stage = Stage(device, traffic, self.disk)
-        self._whole_step = WholeStep(device, is_swapped, self._stage.memory_on_host, traffic)
+        self.home = self._stage.home
+        self.whole_step = None if on_host else WholeStep(device, is_swapped, self._stage.memory_on_host, traffic)
 
     @property
     def is_on_device(self) -> bool:
@@ -110,58 +116,11 @@ class StreamedUpdate:
         for parameter, state in states.items():
             self.disk.bring(parameter, state)
 
-    # ---- the device as a home of optimizer state -----------------------------------------------------------------------
-
-    def keep_on_device(self, parameters: frozenset[nn.Parameter]) -> None:
-        """Of these parameters, optimizer state may stay on the device. What else is there has been brought back."""
-        self._stage.home.parameters = parameters
-
-    @property
-    def lets_state_stay(self) -> bool:
-        """Whether it may stay behind the updates that come."""
-        return self._stage.home.is_open
-
-    @lets_state_stay.setter
-    def lets_state_stay(self, whether: bool) -> None:
-        self._stage.home.is_open = whether
-
-    def keeps_state_of(self, parameter: nn.Parameter) -> bool:
-        """Whether the optimizer state of a parameter stays here."""
-        return parameter in self._stage.home.parameters
-
-    def keeps_others_than(self, parameters: frozenset[nn.Parameter]) -> bool:
-        """Whether state is here that is of none of these parameters."""
-        return bool(self.kept_bytes) and not self._stage.home.parameters <= parameters
-
-    @property
-    def kept_bytes(self) -> int:
-        """What optimizer state takes of the device between updates."""
-        return self._stage.home.num_bytes
-
-    def moved_share(self, parameters: Iterable[nn.Parameter]) -> float:
-        """What an update of some parameters sends back to the host, as a share of what it would if nothing stayed."""
-        if not self.lets_state_stay:
-            return 1.0
-        num_bytes = sum(parameter.nbytes for parameter in parameters)
-        return num_bytes / max(num_bytes + sum(map(self._stage.home.spared_bytes, parameters)), 1)
-
     def bring_back(self) -> None:
         """Bring optimizer state that stays on the device to the host. Nothing is under way."""
         self._stage.bring_back()
 
     # ---- updates -------------------------------------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Wait until all that updates have changed is where it lives.
-
-        Raises:
-            OSError: if something could not be written to disk.
-        """
-        self.disk.settle()
-
-    def take_disk_seconds(self) -> float:
-        """How long updates have waited for the disk since this was last asked."""
-        return self.disk.take_waited_seconds()
 
     def update(
         self,
@@ -191,25 +150,6 @@ class StreamedUpdate:
                     share, streamed, gradients, clip, between or (lambda: None), keeps_gradients=keeps_gradients
                 )
         share.keep_states()
-
-    @property
-    def why_elsewhere(self) -> str | None:
-        """Why an optimizer has stepped on the host, which computes otherwise than the device; None if none has."""
-        return self._whole_step.why_on_host if self.spares_the_bus else None
-
-    def step_as_a_whole(
-        self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None
-    ) -> Any:
-        """Let an optimizer step as it is, on the device if that has room for all that it works with.
-
-        Args:
-            optimizer: which one. Nothing of it is under way.
-            step: its step.
-            closure: of the step, if it has one.
-        """
-        if self._on_host:
-            return step() if closure is None else step(closure)
-        return self._whole_step.make(optimizer, step, closure)
 
     def _stream(
         self,
@@ -252,7 +192,7 @@ class StreamedUpdate:
         )
         if not num_bytes:
             return _ASSUMED_COPIES
-        spared = sum(map(self._stage.home.spared_bytes, parameters))
+        spared = sum(map(self.home.spared_bytes, parameters))
         return -(-(num_bytes - spared) // max(sum(parameter.nbytes for parameter in parameters), 1))
 
     def _call_for(self, share: Share, pieces: Iterator[list[Part]], called: deque[Piece]) -> bool:

@@ -130,7 +130,7 @@ class Updater:
         """
         # A step that failed never came to its end: what it left must not run into this one.
         self.drain()
-        self.streamed.settle()
+        self.streamed.disk.settle()
         # What waits on a device keeps its memory: the oldest goes first. When all is there, the next forward says what does.
         for queue in self._queues:
             queue.goes_by_rank(False)
@@ -316,7 +316,7 @@ class Updater:
 
     def _wait_for(self, submitted: Sequence[Event]) -> None:
         try:
-            self.overlap.wait_for(submitted, [queue.device for queue in self._queues], then=self.streamed.settle)
+            self.overlap.wait_for(submitted, [queue.device for queue in self._queues], then=self.streamed.disk.settle)
         finally:
             self.drain()
             if self._step.optimizer is not None:
@@ -385,7 +385,7 @@ class Updater:
         # The first step of all, the one that is held back, also makes the state.
         timed_bytes = sum(p.numel() * p.element_size() for p in parameters) if step.reuses else 0
         # What need not go spares its time.
-        timed_bytes = int(timed_bytes * queue.streamed.moved_share(parameters))
+        timed_bytes = int(timed_bytes * queue.streamed.home.moved_share(parameters))
         with queue.updating(parameters, timed_bytes):
             if share is not None:
                 queue.streamed.update(share, step.clip, between=between)
@@ -418,9 +418,7 @@ class Updater:
         self._optimizer = optimizer
         self.speeds.state_may_stay = state_may_stay and self.streamed.spares_the_bus
         divided, self._divided = self._divided, None
-        self.postponed.start(
-            optimizer, order, clip, waits=waits, state_may_stay=state_may_stay, divided=divided
-        )
+        self.postponed.start(optimizer, order, clip, waits=waits, state_may_stay=state_may_stay, divided=divided)
 
     def keep_on_devices(self, parameters: Sequence[frozenset[nn.Parameter]]) -> None:
         """Let optimizer state stay on devices between updates, as far as nobody looks.
@@ -428,11 +426,11 @@ class Updater:
         Args:
             parameters: of each device, those whose state stays there.
         """
-        pairs = list(zip(self._queues, parameters, strict=True))
-        if any(queue.streamed.keeps_others_than(chosen) for queue, chosen in pairs):
+        pairs = [(queue.streamed.home, chosen) for queue, chosen in zip(self._queues, parameters, strict=True)]
+        if any(home.keeps_others_than(chosen) for home, chosen in pairs):
             self.postponed.finish()
-        for queue, chosen in pairs:
-            queue.streamed.keep_on_device(chosen)
+        for home, chosen in pairs:
+            home.parameters = chosen
 
     def state_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """What the optimizer state of some parameters takes that may stay on a device, as the last update has left it."""
@@ -442,7 +440,7 @@ class Updater:
 
     def kept_bytes(self) -> list[int]:
         """What optimizer state takes of each device between updates."""
-        return [queue.streamed.kept_bytes for queue in self._queues]
+        return [queue.streamed.home.num_bytes for queue in self._queues]
 
     def close(self) -> None:
         """Finish what was asked for and join the threads."""
