@@ -8,7 +8,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.nodes.division import Need, parameters_of
@@ -31,6 +30,8 @@ class DeferredUpdate:
     def __init__(self, policy: UpdatePolicy, engine: Executor) -> None:
         self.policy = policy
         self.may_wait = False
+        # Whether the backward of this step may have updated all just in time.
+        self._may_be_made = False
         self._engine = engine
         self._clip: Clip | None = None
         self._has_warned = False
@@ -42,19 +43,21 @@ class DeferredUpdate:
             with self.by_hand([optimizer]):
                 yield
             return
-        is_deferred, is_whole = self.policy.choose()[0] == "deferred", self.policy.why_whole(optimizer) is not None
-        self.may_wait, self._clip = is_deferred and not is_whole, None
+        self.may_wait, self._clip = self.policy.choose()[0] == "deferred", None
+        self._may_be_made = not self.may_wait
+        if self.policy.why_whole(optimizer) is not None:
+            self.may_wait = False
         # Before the step counts.
         another_follows = end_of_batches(self.policy.trainer) is None
         try:
-            with self._clipping(), (self._stepping if is_deferred or is_whole else self._stepping_late)(optimizer):
+            with self._clipping(), self._stepping(optimizer):
                 yield
         except BaseException:
             # Code that hears of the error may look at parameters.
             self._engine.updater.postponed.drain()
             raise
         finally:
-            self.may_wait, self._clip = False, None
+            self.may_wait, self._may_be_made, self._clip = False, False, None
         if another_follows or self._engine.updater.postponed.goes_on:
             self.policy.lookout.keep(self.policy.trainer.lightning_module.parameters())
 
@@ -78,15 +81,16 @@ class DeferredUpdate:
         def make(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             with torch.enable_grad():
                 result = None if closure is None else closure()
-            self._refuse_division(optimizer)
-            waits = not self.may_wait or self.policy.why_at_once() is not None
-            self._engine.updater.update_all(
-                optimizer,
-                self._engine.parameters_in_order(),
-                self._clip,
-                waits=waits,
-                state_may_stay=self.policy.hides_state(),
-            )
+            if not self._is_made(optimizer):
+                self._refuse_division(optimizer)
+                waits = not self.may_wait or self.policy.why_at_once() is not None
+                self._engine.updater.update_all(
+                    optimizer,
+                    self._engine.parameters_in_order(),
+                    self._clip,
+                    waits=waits,
+                    state_may_stay=self.policy.hides_state(),
+                )
             # Schedulers look whether a step came before theirs.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return result
@@ -100,6 +104,11 @@ class DeferredUpdate:
 
         with _replaced_step(optimizer, ask):
             yield
+
+    def _is_made(self, optimizer: Optimizer) -> bool:
+        """Whether the backward has updated all just in time. A step's code can make updates deferred while it runs."""
+        is_late = not self._may_be_made or self.policy.choose()[0] == "deferred"
+        return not is_late and all(parameter.grad is None for parameter in parameters_of(optimizer))
 
     def _step_as_a_whole(
         self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None
@@ -117,37 +126,6 @@ class DeferredUpdate:
                 f"{whole.why_on_host}. One of torch's optimizers may step on the GPU"
             )
         return result
-
-    @contextmanager
-    def _stepping_late(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within the context, an optimizer that updates just in time steps as it is, and finds no gradients.
-
-        Where updates have become deferred while its closure ran, as a step's code can reach it, all is updated then.
-        """
-        step = optimizer.step
-        gradients: dict[nn.Parameter, Tensor] = {}
-
-        def ask(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            def run() -> Any:
-                assert closure is not None
-                result = closure()
-                if self.policy.choose()[0] == "deferred":
-                    self._refuse_division(optimizer)
-                    parameters = self._engine.parameters_in_order()
-                    self._engine.updater.update_all(optimizer, parameters, self._clip, waits=True, state_may_stay=False)
-                    gradients.update((p, p.grad) for p in parameters_of(optimizer) if p.grad is not None)
-                    for parameter in gradients:
-                        parameter.grad = None
-                return result
-
-            try:
-                return step(None if closure is None else run)
-            finally:
-                for parameter, gradient in gradients.items():
-                    parameter.grad = gradient
-
-        with _replaced_step(optimizer, ask):
-            yield
 
     def _refuse_division(self, optimizer: Optimizer) -> None:
         """Refuse a step that somebody sees where this node has a part of the gradients, or of the optimizer's state."""
