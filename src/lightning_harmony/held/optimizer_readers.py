@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.engine.structures.nested import is_ndarray, reachable
 from lightning_harmony.engine.structures.spans import Spans
 from lightning_harmony.held.files import content_of
-from lightning_harmony.held.held_state import FUNCTIONS, Held, Kind, in_one, is_plain
+from lightning_harmony.held.held_state import FUNCTIONS, Held, Kind, in_one
 from lightning_harmony.held.places import Places
 from lightning_harmony.held.variables import attributes_of
 from lightning_harmony.held.walk import bound_to
@@ -143,18 +143,21 @@ def scheduler_reader(schedulers: Iterable[Any], optimizers: Sequence[Optimizer])
     Returns:
         It, in words; None if there is none.
     """
-    left, wanted = list(schedulers), frozenset(map(id, optimizers))
-    while left:
-        scheduler = left.pop()
+    wanted = frozenset(map(id, optimizers))
+    for scheduler in reachable(schedulers, _schedulers_in):
         kind = type(scheduler)
         if kind.__module__.partition(".")[0] != "torch":
             return f"scheduler {kind.__name__} may read optimizer state"
-        for each in _parts_of_scheduler(scheduler):
-            if _is_around_optimizers(type(each)):
-                left.append(each)
-            elif issubclass(type(each), (FunctionType, MethodType, partial)) and _leads_to(each, wanted):
-                return f"a function of scheduler {kind.__name__} holds the optimizer"
+        functions = (FunctionType, MethodType, partial)
+        if any(
+            issubclass(type(each), functions) and _leads_to(each, wanted) for each in _parts_of_scheduler(scheduler)
+        ):
+            return f"a function of scheduler {kind.__name__} holds the optimizer"
     return None
+
+
+def _schedulers_in(scheduler: Any) -> Iterator[Any]:
+    return (each for each in _parts_of_scheduler(scheduler) if _is_around_optimizers(type(each)))
 
 
 def _path(held: Held, name: Any) -> str:
@@ -187,15 +190,7 @@ def _span_of_array(array: Any) -> tuple[int, int]:
 
 def _leads_to(value: Any, wanted: frozenset[int]) -> bool:
     """Whether a value is one of some objects, or holds one where no place is: as a variable of a function, or a scheduler."""
-    left, seen = [value], dict[int, Any]()
-    while left and len(seen) < _MOST_FOLLOWED:
-        each = left.pop()
-        if id(each) in wanted:
-            return True
-        if id(each) not in seen and not is_plain(type(each)):
-            seen[id(each)] = each
-            left += _parts_of(each)
-    return False
+    return any(id(each) in wanted for each in islice(reachable([value], _parts_of), _MOST_FOLLOWED))
 
 
 def _parts_of(value: Any) -> Iterable[Any]:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_harmony.engine.structures.nested import reachable
+
 # Of a long list of samples, the first ones tell what the others are.
 _MOST_ELEMENTS = 100
 _MOST_OBJECTS = 10_000
@@ -33,17 +35,12 @@ def reaches(
         apart_from: what is not looked into.
         if_too_many: what to say where it holds so many objects that they are not all looked into.
     """
+    apart = set(map(id, apart_from))
     # By their types: proxies are asked nothing.
-    left, seen = deque([start]), {id(each): each for each in [start, *apart_from]}
-    while left and len(seen) < _MOST_OBJECTS:
-        each = left.popleft()
-        if is_wanted(each):
-            return True
-        for held in _held(each):
-            if id(held) not in seen:
-                seen[id(held)] = held
-                left.append(held)
-    return if_too_many and bool(left)
+    found = reachable([start], lambda each: (held for held in _held(each) if id(held) not in apart))
+    if any(map(is_wanted, islice(found, _MOST_OBJECTS))):
+        return True
+    return if_too_many and next(found, None) is not None
 
 
 def code_of(owner: Any, *, apart_from: Collection[str]) -> list[Any]:
@@ -54,15 +51,14 @@ def code_of(owner: Any, *, apart_from: Collection[str]) -> list[Any]:
         apart_from: packages whose classes are not looked at.
     """
     kinds = [kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] not in apart_from]
-    found = [value for kind in kinds for value in vars(kind).values() if issubclass(type(value), FunctionType)]
-    seen = set(map(id, found))
-    for each in found:
+    functions = [value for kind in kinds for value in vars(kind).values() if issubclass(type(value), FunctionType)]
+
+    def named(each: Any) -> Iterator[Any]:
         if issubclass(type(each), FunctionType) and each.__module__.partition(".")[0] not in apart_from:
-            named = [each.__globals__[name] for name in names_in(each.__code__) if name in each.__globals__]
-            new = [value for value in named if id(value) not in seen and not _is_elsewhere(value, each)]
-            seen.update(map(id, new))
-            found += new
-    return found
+            values = (each.__globals__[name] for name in names_in(each.__code__) if name in each.__globals__)
+            yield from (value for value in values if not _is_elsewhere(value, each))
+
+    return list(reachable(functions, named))
 
 
 def _is_elsewhere(value: Any, caller: FunctionType) -> bool:
@@ -72,12 +68,11 @@ def _is_elsewhere(value: Any, caller: FunctionType) -> bool:
 
 def names_in(code: CodeType) -> Iterator[str]:
     """What code names, as far as that can be seen without running it."""
-    codes = [code]
-    while codes:
-        code = codes.pop()
-        yield from code.co_names
-        yield from (constant for constant in code.co_consts if isinstance(constant, str))
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    for each in reachable([code], lambda each: each.co_consts if isinstance(each, CodeType) else ()):
+        if isinstance(each, CodeType):
+            yield from each.co_names
+        elif isinstance(each, str):
+            yield each
 
 
 def _held(each: Any) -> Iterator[Any]:

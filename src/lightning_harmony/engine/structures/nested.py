@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -101,6 +101,23 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 def holds_tensors(value: Any) -> bool:
     """Whether a value holds tensors or arrays: as leaves, or in attributes of objects among them."""
     return _holds_tensors(value, set(), 0)
+
+
+def reachable(starts: Iterable[Any], parts: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """All objects that some lead to, and these, each once: what is nearer comes first.
+
+    Args:
+        starts: the ones.
+        parts: what an object leads to at once.
+    """
+    left, seen = deque(starts), dict[int, Any]()
+    while left:
+        each = left.popleft()
+        if id(each) not in seen:
+            # It is kept: no other one gets its identity.
+            seen[id(each)] = each
+            yield each
+            left += parts(each)
 
 
 def is_ndarray(value: Any) -> bool:

@@ -26,7 +26,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_store import aligned
 from lightning_harmony.engine.nodes.division import parameters_of
-from lightning_harmony.engine.structures.nested import open_node
+from lightning_harmony.engine.structures.nested import open_node, reachable
 from lightning_harmony.engine.structures.parts import are_alike, is_composed
 from lightning_harmony.engine.updates.device_step import is_on_device
 from lightning_harmony.errors import CapacityError
@@ -34,7 +34,7 @@ from lightning_harmony.errors import CapacityError
 # Bytes for each byte of a parameter: of what a step makes meanwhile, and of state that it makes for good, as Adam's moments.
 _PASSING_COPIES, _ASSUMED_COPIES = 1, 2
 # What an optimizer may hold, and is not looked into.
-_CLOSED = (str, bytes, type, ModuleType, FunctionType, MethodType, nn.Module, *weakref.ProxyTypes)
+_CLOSED = (Tensor, str, bytes, type, ModuleType, FunctionType, MethodType, nn.Module, *weakref.ProxyTypes)
 _CLOSED_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony")
 
 
@@ -324,15 +324,11 @@ def _named(value: Any, name: str | None = None) -> Iterator[tuple[str | None, Te
 
 def _held_by(optimizer: Optimizer) -> Iterator[Tensor]:
     """The tensors that an optimizer holds: its parameters, its state, and what is in objects of its own."""
-    left, seen = [vars(optimizer)], dict[int, Any]()
-    while left:
-        value = left.pop()
-        if id(value) in seen or isinstance(value, _CLOSED) or type(value).__module__.startswith(_CLOSED_LIBRARIES):
-            continue
-        seen[id(value)] = value
-        if isinstance(value, Tensor):
-            yield value
-        elif (node := open_node(value)) is not None:
-            left += node.children
-        else:
-            left += getattr(value, "__dict__", {}).values()
+    return (each for each in reachable([vars(optimizer)], _parts_of) if issubclass(type(each), Tensor))
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if issubclass(type(value), _CLOSED) or type(value).__module__.startswith(_CLOSED_LIBRARIES):
+        return ()
+    node = open_node(value)
+    return getattr(value, "__dict__", {}).values() if node is None else node.children
