@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_harmony.engine.structures.packages import LIGHTNING
 from lightning_harmony.precision import refuse_unsupported
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.nodes import Nodes
@@ -83,7 +84,7 @@ class GivenPlugins(Nodes):
 
 
 # What these ask for optimizers for is no state of theirs, or the strategy is told of it otherwise.
-_TELLS = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony", "torch")
+_TELLS = LIGHTNING | {"torch"}
 
 
 class _Told:

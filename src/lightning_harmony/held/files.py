@@ -10,21 +10,10 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
+from lightning_harmony.engine.structures.packages import LIBRARIES
 from lightning_harmony.held.variables import attributes_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-LIBRARIES = frozenset(
-    (
-        "torch",
-        "lightning",
-        "pytorch_lightning",
-        "lightning_fabric",
-        "torchmetrics",
-        "lightning_harmony",
-        "builtins",
-        "numpy",
-    )
-)
 # What a Trainer calls in a step.
 _OF_STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step", "backward")
 # Where what others have made is installed: it is used, and not changed by steps.

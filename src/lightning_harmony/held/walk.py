@@ -34,10 +34,11 @@ from lightning_harmony.engine.lanes.ambient import share_thread_local
 from lightning_harmony.engine.lanes.lock_wait import LOCKS
 from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import size_of
+from lightning_harmony.engine.structures.packages import LIBRARIES
 from lightning_harmony.engine.structures.seekable import holds_iterator
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.held.cached_functions import Cached
-from lightning_harmony.held.files import LIBRARIES, Code, by_identity, is_of_libraries, is_own, is_users
+from lightning_harmony.held.files import Code, by_identity, is_of_libraries, is_own, is_users
 from lightning_harmony.held.held_state import FUNCTIONS, SWITCHED, Held, Kind, Leads, is_plain
 from lightning_harmony.held.variables import (
     AttributesOfClass,

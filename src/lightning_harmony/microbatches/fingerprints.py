@@ -29,6 +29,7 @@ from lightning_harmony.engine.model.attributes import LONGEST
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.engine.structures.packages import LIGHTNING
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.held.cached_functions import Cached, filling_of
@@ -46,8 +47,6 @@ _SIZE_WITH_ATTRIBUTES = object.__basicsize__ + 2 * ctypes.sizeof(ctypes.c_void_p
 # Larger tensors and arrays are data, and so are objects that lead to more than so many others.
 _LARGEST_BYTES, _MOST_OBJECTS = 256 << 20, 20_000
 _SOON_READ_BYTES = 1 << 20
-# What these keep is no user's: a Trainer leads to everything.
-_OF_TRAINING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony")
 
 
 def is_of_numbers(value: Any) -> bool:
@@ -186,9 +185,10 @@ def _shows_memory(value: Any) -> bool:
 
 def _stands_for_itself(kind: type) -> bool:
     """Whether what an object of a class keeps is looked at elsewhere, or is nobody's."""
+    # What Lightning's keep is no user's: a Trainer leads to everything.
     return (
         issubclass(kind, (nn.Module, ModuleType, type, threading.local, *FUNCTIONS))
-        or kind.__module__.partition(".")[0] in _OF_TRAINING
+        or kind.__module__.partition(".")[0] in LIGHTNING
     )
 
 

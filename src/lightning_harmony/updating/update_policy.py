@@ -14,6 +14,7 @@ from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.nodes.division import Division, Need
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.engine.structures.packages import LIGHTNING
 from lightning_harmony.engine.structures.parts import storages_of
 from lightning_harmony.engine.structures.spans import Spans, span_of
 from lightning_harmony.engine.updates.separable_optimizers import reads_default_dtype, watcher_of, why_not_separable
@@ -29,9 +30,8 @@ from lightning_harmony.updating.hooks import (
 from lightning_harmony.updating.lookout import Lookout, is_out_of_sight
 from lightning_harmony.updating.reach import code_of, reaches
 
-_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony")
 # Whose code asks for optimizers where it needs them.
-_OURS = (*_LIGHTNING, "torch", "builtins")
+_OURS = (*LIGHTNING, "torch", "builtins")
 
 
 @dataclass
@@ -178,7 +178,7 @@ class UpdatePolicy:
         trainer, module, optimizer = self.trainer, self.trainer.lightning_module, self._optimizers[0]
         owners = [*trainer.callbacks, *trainer.loggers, trainer.datamodule, trainer.train_dataloader]
         # What the user's code has set there, beside Lightning's own.
-        owners += [each for each in vars(trainer).values() if type(each).__module__.partition(".")[0] not in _LIGHTNING]
+        owners += [each for each in vars(trainer).values() if type(each).__module__.partition(".")[0] not in LIGHTNING]
         known = [optimizer, *owners]
         if self.lookout.gives_memory:
             self.look_again()
@@ -289,7 +289,7 @@ def _torch_clips() -> bool:
 
 
 def _is_users(owner: Any) -> bool:
-    return not type(owner).__module__.startswith(_LIGHTNING)
+    return type(owner).__module__.partition(".")[0] not in LIGHTNING
 
 
 def _parts_of(loader: Any) -> list[Any]:

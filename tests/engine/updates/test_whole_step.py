@@ -13,7 +13,7 @@ from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_store import ALONE, num_users
 from lightning_harmony.engine.updates import whole_step
-from lightning_harmony.engine.updates.whole_step import WholeStep, _asks_first
+from lightning_harmony.engine.updates.whole_step import WholeStep, _asks_first, _held_by
 
 
 class Late(SGD):
@@ -110,6 +110,14 @@ def made(kind: type[Optimizer], whole: WholeStep | None) -> list[Tensor]:
     gradients = [each.grad for each in trained if each.grad is not None]
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
     return [torch.as_tensor(loss), *trained, *gradients, *state]
+
+
+@pytest.mark.parametrize(("module", "is_looked_into"), [("lightning_models.parts", True), ("lightning.pytorch", False)])
+def test_what_optimizers_hold_is_looked_into_unless_it_is_lightnings(module: str, is_looked_into: bool) -> None:
+    optimizer, held = SGD(parameters(), lr=0.1), torch.zeros(2)
+    vars(optimizer)["helper"] = type("Helper", (), {"__module__": module})()
+    vars(optimizer.helper)["mean"] = held  # type: ignore[attr-defined]
+    assert any(each is held for each in _held_by(optimizer)) is is_looked_into
 
 
 @pytest.mark.parametrize("kind", [Late, Asking, AdamW, LBFGS])

@@ -27,6 +27,7 @@ from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_store import aligned
 from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.structures.nested import open_node, reachable
+from lightning_harmony.engine.structures.packages import LIGHTNING
 from lightning_harmony.engine.structures.parts import are_alike, is_composed
 from lightning_harmony.engine.updates.device_step import is_on_device
 from lightning_harmony.errors import CapacityError
@@ -35,7 +36,6 @@ from lightning_harmony.errors import CapacityError
 _PASSING_COPIES, _ASSUMED_COPIES = 1, 2
 # What an optimizer may hold, and is not looked into.
 _CLOSED = (Tensor, str, bytes, type, ModuleType, FunctionType, MethodType, nn.Module, *weakref.ProxyTypes)
-_CLOSED_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony")
 
 
 @dataclass
@@ -328,7 +328,7 @@ def _held_by(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    if issubclass(type(value), _CLOSED) or type(value).__module__.startswith(_CLOSED_LIBRARIES):
+    if issubclass(type(value), _CLOSED) or type(value).__module__.partition(".")[0] in LIGHTNING:
         return ()
     node = open_node(value)
     return getattr(value, "__dict__", {}).values() if node is None else node.children
