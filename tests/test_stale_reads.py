@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_harmony.held.reads import Uses, Watched, version_of
+from lightning_harmony.held.reads import Readers, Watched, version_of
 from support import nets
 from support.same_training import Net, assert_same_training, room, root
 from support.sampling import combined
@@ -373,8 +373,8 @@ def test_to_look_at_the_version_of_what_is_watched_asks_nobody(monkeypatch: pyte
     """Of a list of losses that a module keeps, each was asked in Python at both ends of each turn: a millisecond for sixty."""
     asked: list[Any] = []
     monkeypatch.setattr(Watched, "__torch_function__", classmethod(lambda cls, func, *args: asked.append(func)))
-    uses, tensor = Uses(asked.append), torch.zeros(3)
-    uses.watch(tensor, "found")
+    readers, tensor = Readers((), lambda place: None, asked.append), torch.zeros(3)
+    readers.watch(tensor, "found")
     assert version_of(tensor) == 0
     assert not asked
-    uses.close()
+    readers.close()

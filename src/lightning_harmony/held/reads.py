@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.structures.tree import tensors_of
 from lightning_harmony.held.additions import added_to
-from lightning_harmony.held.held_state import ALL
+from lightning_harmony.held.held_state import ALL, Held
 from lightning_harmony.held.variables import MISSING, StandIn
 
 # They write a tensor, or ask what it is, and compute nothing with what it holds.
@@ -40,58 +40,12 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-class Uses:
-    """Tells of operations that compute with certain tensors as they were found.
-
-    Until then these are of another class, which torch asks: no operation on others takes longer, and none is compiled anew.
-    """
-
-    def __init__(self, note: Callable[[Any], None]) -> None:
-        self._note = note
-        self._tensors: dict[int, Tensor] = {}
-        self._found: dict[int, list[tuple[Any, int | None]]] = defaultdict(list)
-
-    def watch(self, tensor: Tensor, found: Any, version: int | None = None) -> None:
-        """From now on, tell of this one.
-
-        Args:
-            tensor: the one.
-            found: what is told.
-            version: of which alone it is told; None of each.
-        """
-        self._found[id(tensor)].append((found, version))
-        if id(tensor) not in self._tensors:
-            self._tensors[id(tensor)] = tensor
-            tensor.__class__ = Watched
-            vars(tensor)[_USES] = self
-
-    def watches(self, tensor: Tensor) -> bool:
-        """Whether this one is watched."""
-        return id(tensor) in self._tensors
-
-    def note(self, operands: Iterable[Any]) -> None:
-        """These are computed with, or changed."""
-        for tensor in tensors_of(*operands):
-            if self._tensors.pop(id(tensor), None) is not None:
-                _let_go(tensor)
-                for found, version in self._found.pop(id(tensor)):
-                    if version is None or version_of(tensor) == version:
-                        self._note(found)
-
-    def close(self) -> None:
-        """Tell of nothing any more."""
-        for tensor in self._tensors.values():
-            _let_go(tensor)
-        self._tensors = {}
-        self._found.clear()
-
-
-_USES = "_lightning_harmony_uses"
+_READERS = "_lightning_harmony_readers"
 
 
 def _let_go(tensor: Tensor) -> None:
     tensor.__class__ = Tensor
-    del vars(tensor)[_USES]
+    del vars(tensor)[_READERS]
 
 
 class Watched(Tensor):
@@ -111,9 +65,9 @@ class Watched(Tensor):
             is_read = name not in _READ_NOTHING
         operands = [*(args if is_read else args[1:]), *kwargs.values()]
         for tensor in tensors_of(*operands):
-            uses = vars(tensor).get(_USES) if type(tensor) is Watched else None
-            if uses is not None:
-                uses.note([tensor])
+            readers = vars(tensor).get(_READERS) if type(tensor) is Watched else None
+            if readers is not None:
+                readers.note([tensor])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -222,3 +176,92 @@ class Reads(StandIn):
             del vars(instance)[self._name]
         except KeyError:
             raise AttributeError(self._name) from None
+
+
+class Readers:
+    """Tells who asks for what is in some places, and who computes with tensors as they were found there.
+
+    Until then these are of another class, which torch asks: no operation on others takes longer, and none is compiled anew.
+
+    Args:
+        places: each with what is `held` where, and the `name` under which.
+        note_fetched: told a place that is asked for.
+        note_used: told one with whose tensor something is computed.
+
+    Attributes:
+        unseen: the places of which nothing tells that they are asked for.
+    """
+
+    def __init__(
+        self, places: Iterable[Any], note_fetched: Callable[[Any], None], note_used: Callable[[Any], None]
+    ) -> None:
+        self._note_used = note_used
+        self._tensors: dict[int, Tensor] = {}
+        self._found: dict[int, list[tuple[Any, int | None]]] = defaultdict(list)
+        self.unseen: list[Any] = []
+        told: dict[tuple[type, str], dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
+        for place in places:
+            if (target := _target_of(place.held, place.name)) is None:
+                self.unseen.append(place)
+            else:
+                told[target[:2]][target[2]].append(place)
+        # Attributes of classes, in whose places who sets them puts another value.
+        self._of_classes = [(kind, name) for (kind, name), by_key in told.items() if id(kind) in by_key]
+        self._ends = [Reads.watch(kind, name, by_key, note_fetched) for (kind, name), by_key in told.items()]
+
+    def watch(self, tensor: Tensor, found: Any, version: int | None = None) -> None:
+        """From now on, tell of uses of a tensor.
+
+        Args:
+            tensor: the one.
+            found: what is told.
+            version: of which alone it is told; None of each.
+        """
+        self._found[id(tensor)].append((found, version))
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = tensor
+            tensor.__class__ = Watched
+            vars(tensor)[_READERS] = self
+
+    def watches(self, tensor: Tensor) -> bool:
+        """Whether this one is watched."""
+        return id(tensor) in self._tensors
+
+    def note(self, operands: Iterable[Any]) -> None:
+        """These are computed with, or changed."""
+        for tensor in tensors_of(*operands):
+            if self._tensors.pop(id(tensor), None) is not None:
+                _let_go(tensor)
+                for found, version in self._found.pop(id(tensor)):
+                    if version is None or version_of(tensor) == version:
+                        self._note_used(found)
+
+    def renew(self) -> None:
+        """Go on to tell of reads, though somebody has set attributes of classes."""
+        for kind, name in self._of_classes:
+            Reads.renew(kind, name)
+
+    def close(self) -> None:
+        """Tell of nothing any more."""
+        for tensor in self._tensors.values():
+            _let_go(tensor)
+        self._tensors = {}
+        self._found.clear()
+        for end in self._ends:
+            end()
+        self._ends, self._of_classes, self.unseen = [], [], []
+
+
+def _target_of(held: Held, name: Any) -> tuple[type, str, int] | None:
+    """What tells that something in a place is read: an attribute of a class, and what tells by which object.
+
+    None if nothing does, as with variables of closures, and globals.
+    """
+    owners = [] if held.owner is None or not isinstance(name, str) else [(held.owner, name)]
+    if held.root is not None and not held.is_shared:
+        owners.append(held.root)
+    for owner, attribute in owners:
+        kind = owner if isinstance(owner, type) else type(owner)
+        if Reads.is_possible(kind, attribute):
+            return kind, attribute, id(owner) if owner is kind else id(vars(owner))
+    return None

@@ -9,8 +9,7 @@ their order, do they find the same if they take turns.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.tree import is_parameter, tensors_of
 from lightning_harmony.held.held_state import ALL, Held, Kind
-from lightning_harmony.held.reads import Reads, Uses, Watched, version_of
+from lightning_harmony.held.reads import Readers, Watched, version_of
 from lightning_harmony.held.variables import MISSING
 from lightning_harmony.held.walk import modules_of
 
@@ -103,9 +102,7 @@ class CarriedState:
         self._versions: dict[int, tuple[Tensor, int | None]] = {}
         self._found: list[Found] = []
         self._all: list[Found] = []
-        # What ends the watching of attributes.
-        self._ends: list[Callable[[], None]] = []
-        self._uses: Uses | None = None
+        self._readers = Readers((), self._note_fetched, self._note_used)
         self._segment = 0
 
     def begin(self, places: Sequence[tuple[Held, Any]]) -> None:
@@ -135,8 +132,7 @@ class CarriedState:
 
     def note_compiled(self, given: Sequence[Tensor]) -> None:
         """It calls a compiled layer with tensors, which count as computed with: it is not to be compiled for another class."""
-        if self._uses is not None:
-            self._uses.note(given)
+        self._readers.note(given)
 
     def end(self) -> None:
         """It has come to its loss."""
@@ -146,12 +142,7 @@ class CarriedState:
 
     def close(self) -> None:
         """Nothing is watched any more."""
-        if self._uses is not None:
-            self._uses.close()
-            self._uses = None
-        for end in self._ends:
-            end()
-        self._ends = []
+        self._readers.close()
 
     def conclude(self) -> list[Found]:
         """The step has ended: what microbatches have read, and written, too."""
@@ -186,16 +177,14 @@ class CarriedState:
 
     def _watch(self) -> None:
         """Watch where what was found is read."""
-        self._uses = uses = Uses(self._note_used)
+        self._readers = readers = Readers(self._found, self._note_fetched, self._note_used)
         for found in self._found:
             for tensor in found.watched_tensors():
-                uses.watch(tensor, found, version_of(tensor))
-        told, unseen = told_of(self._found)
-        for found in unseen:
+                readers.watch(tensor, found, version_of(tensor))
+        for found in readers.unseen:
             if not found.watched_tensors():
                 # It may be read whenever.
                 found.is_unseen, found.used_at = True, 0
-        self._ends = [Reads.watch(kind, name, by_key, self._note_fetched) for (kind, name), by_key in told.items()]
 
     def _note_fetched(self, found: Found) -> None:
         if found.fetched_at is None and found.is_as_begun:
@@ -209,35 +198,6 @@ class CarriedState:
     def _note_used(self, found: Found) -> None:
         if found.used_at is None:
             found.used_at = self._segment
-
-
-def told_of(places: Iterable[Any]) -> tuple[dict[tuple[type, str], dict[int, list[Any]]], list[Any]]:
-    """What was found in places, by the attributes of classes that tell of reads, and by objects; and what nothing tells of."""
-    told: dict[tuple[type, str], dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
-    unseen: list[Any] = []
-    for place in places:
-        target = _target_of(place.held, place.name)
-        if target is None:
-            unseen.append(place)
-        else:
-            kind, name, key = target
-            told[kind, name][key].append(place)
-    return told, unseen
-
-
-def _target_of(held: Held, name: Any) -> tuple[type, str, int] | None:
-    """What tells that something in a place is read: an attribute of a class, and what tells by which object.
-
-    None if nothing does, as with variables of closures, and globals.
-    """
-    owners = [] if held.owner is None or not isinstance(name, str) else [(held.owner, name)]
-    if held.root is not None and not held.is_shared:
-        owners.append(held.root)
-    for owner, attribute in owners:
-        kind = owner if isinstance(owner, type) else type(owner)
-        if Reads.is_possible(kind, attribute):
-            return kind, attribute, id(owner) if owner is kind else id(vars(owner))
-    return None
 
 
 def _found(held: Held, name: Any, *, is_in_new: bool) -> Found:

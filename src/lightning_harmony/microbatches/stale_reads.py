@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from lightning_harmony.engine.structures.containers import num_kept
 from lightning_harmony.engine.structures.tree import tensors_of
 from lightning_harmony.held.held_state import ALL, Held, Kind
-from lightning_harmony.held.reads import Reads, Uses, version_of
+from lightning_harmony.held.reads import Readers, version_of
 from lightning_harmony.held.variables import MISSING
-from lightning_harmony.microbatches.carried_state import are_same, told_of
+from lightning_harmony.microbatches.carried_state import are_same
 from lightning_harmony.microbatches.lane_attributes import KnownChanges, in_words
 
 
@@ -130,14 +130,10 @@ class StaleReads:
             *(_Place(held, name) for held in places for name in _names_of(held, known)),
             *(_Place(held, name) for held, names in buffers for name in names),
         ]
-        self._uses = Uses(self._note_used)
-        told, self._unseen = told_of(self._places)
-        # Attributes of classes, in whose places who sets them puts another value.
-        self._of_classes = [(kind, name) for (kind, name), by_key in told.items() if id(kind) in by_key]
+        self._readers = Readers(self._places, self._note_fetched, self._note_used)
         self._turn = 0
         self._last_turn: dict[int, int] = {}
         self._current: int | None = None
-        self._ends = [Reads.watch(kind, name, by_key, self._note_fetched) for (kind, name), by_key in told.items()]
 
     def enter(self, microbatch: int) -> None:
         """A microbatch has its turn, and finds what it is to find."""
@@ -145,17 +141,16 @@ class StaleReads:
             return
         self._turn += 1
         self._current, self._last_turn[microbatch] = microbatch, self._turn
-        for kind, name in self._of_classes:
-            Reads.renew(kind, name)
+        self._readers.renew()
         for place in self._places:
             place.entered = place.state()
             if microbatch in place.left:
                 place.ask_again()
                 continue
             for tensor in place.come_tensors():
-                if not self._uses.watches(tensor):
-                    self._uses.watch(tensor, place)
-        for place in self._unseen:
+                if not self._readers.watches(tensor):
+                    self._readers.watch(tensor, place)
+        for place in self._readers.unseen:
             # It may be read whenever.
             if microbatch not in place.left:
                 place.fetched.setdefault(microbatch, place.entered)
@@ -193,7 +188,7 @@ class StaleReads:
 
     def note_compiled(self, given: Sequence[Tensor]) -> None:
         """A compiled layer is called with tensors, which count as computed with: it is compiled for no other class."""
-        self._uses.note(given)
+        self._readers.note(given)
 
     def early(self) -> str | None:
         """What is known to be changed behind the last layer alone, and was changed before; None if nothing was."""
@@ -217,10 +212,8 @@ class StaleReads:
     def close(self) -> None:
         """Nothing is watched any more."""
         self._current = None
-        self._uses.close()
-        for end in self._ends:
-            end()
-        self._ends, self._places, self._unseen, self._of_classes = [], [], [], []
+        self._readers.close()
+        self._places = []
 
 
 def _names_of(held: Held, known: KnownChanges) -> Iterator[Any]:
