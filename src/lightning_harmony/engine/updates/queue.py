@@ -12,9 +12,10 @@ from time import perf_counter
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_harmony.engine.devices.device import Device
-from lightning_harmony.engine.devices.stream import Event, HostEvent, HostStream, Urgency
+from lightning_harmony.engine.devices.stream import Event, HostStream
 from lightning_harmony.engine.measure.profile import Speed
 from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
@@ -116,7 +117,7 @@ class Overlap:
             self.waited_seconds += perf_counter() - idle_since
 
 
-class UpdateQueue:
+class UpdateQueue(HostStream):
     """The updates that one device makes, one at a time, in a thread of its own.
 
     Args:
@@ -130,26 +131,12 @@ class UpdateQueue:
     """
 
     def __init__(self, streamed: StreamedUpdate, overlap: Overlap, spared_cores: Collection[int] = ()) -> None:
+        super().__init__(f"update-{streamed.device.torch_device}", spared_cores)
         self.device: Device = streamed.device
         self.streamed = streamed
         self._overlap = overlap
-        self._stream = HostStream(f"update-{streamed.device.torch_device}", spared_cores)
         self._running: Running | None = None
         self._speed = Speed()
-
-    def goes_by_rank(self, whether: bool) -> None:
-        """Whether of what waits the lowest rank comes first; else what was submitted first, unless it gives way."""
-        self._stream.goes_by_rank = whether
-
-    def submit(
-        self, work: Callable[[], None], after: Sequence[Event] = (), urgency: Urgency | None = None
-    ) -> HostEvent:
-        """Have an update made; as `HostStream.submit`."""
-        return self._stream.submit(work, after, urgency)
-
-    def make_more_urgent(self, urgency: Urgency) -> None:
-        """Within an update: make those first that are more urgent, and may begin by now."""
-        self._stream.run_more_urgent(urgency)
 
     @contextmanager
     def updating(self, parameters: Iterable[nn.Parameter], num_bytes: int = 0) -> Iterator[None]:
@@ -199,21 +186,22 @@ class UpdateQueue:
 
     def drain(self) -> None:
         """Wait until all that was submitted is done."""
-        self._stream.submit(lambda: None).synchronize()
+        self.submit(lambda: None).synchronize()
 
     def bring_back_state(self) -> None:
         """Have optimizer state that stays on the device brought to the host, behind all that was submitted."""
         if self.streamed.home.num_bytes:
-            self._stream.submit(self.streamed.bring_back).synchronize()
+            self.submit(self.streamed.bring_back).synchronize()
 
     def take_speed(self) -> Speed:
         """Of the updates that counted for it since this was last asked; nothing is under way."""
         speed, self._speed = self._speed, Speed()
         return speed
 
+    @override
     def close(self) -> None:
         """Finish what was asked for, join the thread, and let the memory on the device go."""
-        self._stream.close()
+        super().close()
         self.streamed.close()
 
 

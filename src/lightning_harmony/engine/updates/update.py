@@ -133,7 +133,7 @@ class Updater:
         self.streamed.disk.settle()
         # What waits on a device keeps its memory: the oldest goes first. When all is there, the next forward says what does.
         for queue in self._queues:
-            queue.goes_by_rank(False)
+            queue.goes_by_rank = False
             queue.streamed.open()
         self._submitted, self._from_host, self._updated, self._divided = [], [], {}, None
         self._held_back = [] if hold_back else None
@@ -263,7 +263,7 @@ class Updater:
         urgency: Urgency | None = None,
     ) -> Callable[[], None]:
         """What there is to do for some parameters, with the gradients that are there, as the optimizer is now."""
-        between = None if urgency is None else partial(queue.make_more_urgent, urgency)
+        between = None if urgency is None else partial(queue.run_more_urgent, urgency)
         return partial(self._take, queue, self._step, self._share(parameters), parameters, parts, between)
 
     def _share(self, parameters: Sequence[nn.Parameter]) -> Share | None:
@@ -295,7 +295,7 @@ class Updater:
         What the first of those that it waits for raised is raised here.
         """
         for queue in self._queues:
-            queue.goes_by_rank(True)
+            queue.goes_by_rank = True
         held_back, self._held_back = self._held_back or [], None
         while held_back:
             held_back.pop(0)()
