@@ -156,6 +156,20 @@ def test_who_looks_at_one_parameter_at_a_time_is_found(kind: type[Own], elementw
 
 
 @pytest.mark.usefixtures("of_a_library")
+def test_frozen_weights_of_whole_numbers_are_no_matter() -> None:
+    """As those of quantized bases, which are among the parameters of a model."""
+    frozen = nn.Parameter(torch.ones(8, dtype=torch.uint8), requires_grad=False)
+    assert why_not_separable(Own([*parameters(), frozen])) is None
+
+
+@pytest.mark.usefixtures("of_a_library")
+def test_no_default_device_is_tried_on() -> None:
+    optimizer = Own(parameters())
+    with torch.device("meta"):
+        assert why_not_separable(optimizer) is None
+
+
+@pytest.mark.usefixtures("of_a_library")
 def test_who_goes_by_the_number_of_a_group_steps_as_a_whole() -> None:
     trained = [nn.Parameter(torch.ones(3)) for _ in range(12)]
     groups = [{"params": trained[:6], "lr": 0.1}, {"params": trained[6:], "lr": 0.01}]

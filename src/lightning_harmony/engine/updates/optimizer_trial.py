@@ -130,13 +130,18 @@ def _samples(param_groups: Sequence[Mapping[str, Any]], longest: int) -> list[_S
         is_apart = number < _FIRST_GROUPS or number == len(param_groups) - 1
         alike = _kind_of(group), number if is_apart else None
         for parameter in group["params"]:
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                # It is not trained.
+                continue
             kind = alike, parameter.dim(), parameter.dtype
             num_alike[kind] += 1
             if num_alike[kind] <= _MOST_ALIKE:
                 shape = [min(length, longest) for length in parameter.shape]
-                value, *gradients = (torch.randn(shape, generator=generator) for _ in range(1 + len(_SCALES)))
-                scaled = [each * scale for each, scale in zip(gradients, _SCALES, strict=True)]
-                found.append(_Sample(number, *_as(parameter.dtype, value, scaled)))
+                value, *gradients = (
+                    (torch.randn(shape, generator=generator, device="cpu") * scale).to(parameter.dtype)
+                    for scale in (1.0, *_SCALES)
+                )
+                found.append(_Sample(number, value, gradients))
     return found
 
 
@@ -144,10 +149,6 @@ def _kind_of(group: Mapping[str, Any]) -> str:
     """What groups have in common that differ in rates alone: a model may have one for each layer."""
     options = {name: value for name, value in group.items() if name != "params"}
     return repr({name: value != 0 if isinstance(value, float) else value for name, value in options.items()})
-
-
-def _as(dtype: torch.dtype, value: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    return value.to(dtype), [each.to(dtype) for each in gradients]
 
 
 # What a parameter has come to, and its state.
