@@ -181,9 +181,7 @@ def apart(device: VirtualDevice, closure: Any) -> Any:
 
 
 def of(device: VirtualDevice) -> WholeStep:
-    return WholeStep(
-        device, lambda parameter: True, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), Traffic()
-    )
+    return WholeStep(device, lambda parameter: True, lambda likes: list(map(torch.empty_like, likes)), Traffic())
 
 
 def test_state_that_is_a_gradient_stays_one() -> None:

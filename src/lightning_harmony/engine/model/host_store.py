@@ -99,6 +99,13 @@ class Slot:
         """The tensor in a flat uint8 buffer."""
         return views_in(buffer, {None: self})[None]
 
+    def apart(self, memory: Any) -> Tensor:
+        """The tensor in memory that others are in, too, with a storage of its own: who saves it saves no more."""
+        if self.num_bytes == 0:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        flat = torch.frombuffer(memory, dtype=self.dtype, count=self.shape.numel(), offset=self.offset)
+        return flat.as_strided(self.shape, self.stride)
+
     def flat(self, buffer: Tensor) -> Tensor:
         """Its elements in the order in which they lie in the buffer."""
         return viewed(buffer, self._flat)
@@ -237,9 +244,7 @@ class HostStore:
             return
         # Parameters outlive an evaluation in inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            flat = torch.frombuffer(self._map, dtype=slot.dtype, count=slot.shape.numel(), offset=slot.offset)
-            view = flat.as_strided(slot.shape, slot.stride)
-            view.copy_(part)
+            view = slot.apart(self._map).copy_(part)
             part.data = view
         self._storages[slot.offset] = weakref.ref(view.untyped_storage())
 

@@ -72,7 +72,7 @@ class StreamedUpdate:
         traffic = traffic or Traffic()
         self._stage = Stage(device, traffic, self.disk)
         self.home = self._stage.home
-        self.whole_step = None if on_host else WholeStep(device, is_swapped, self._stage.memory_on_host, traffic)
+        self.whole_step = None if on_host else WholeStep(device, is_swapped, self._stage.on_host, traffic)
 
     @property
     def is_on_device(self) -> bool:

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from lightning_harmony.engine.devices.device import Device, flat_buffer
 from lightning_harmony.engine.devices.stream import Event, Happened
 from lightning_harmony.engine.measure.report import Traffic
-from lightning_harmony.engine.model.host_store import Slot, lay_out, views_in
+from lightning_harmony.engine.model.host_store import lay_out, views_in
 from lightning_harmony.engine.updates.device_home import DeviceHome, Key
 from lightning_harmony.engine.updates.device_step import Part, copy_all, is_on_device, make_step, own_of
 from lightning_harmony.engine.updates.disk_home import DiskHome, Loan, memory_for_direct_copies
@@ -295,7 +295,7 @@ class Stage:
                 # What is newer on the device goes back there.
                 and not self.home.holds((part.parameter, name), value)
             ]
-        homes = self._on_host([value for _, _, value in slow], [value.dtype for _, _, value in slow])
+        homes = self.on_host([value for _, _, value in slow])
         for (state, name, value), home in zip(slow, homes, strict=True):
             state[name] = home.copy_(value)
 
@@ -305,18 +305,18 @@ class Stage:
         """Places where new state of some parameters lives, for tensors like these."""
         on_disk = list(map(self._disk.place_for, parameters, lay_out(likes, dtypes)[0]))
         rest = [number for number, place in enumerate(on_disk) if place is None]
-        on_host = iter(self._on_host([likes[number] for number in rest], [dtypes[number] for number in rest]))
+        on_host = iter(self.on_host([likes[number] for number in rest], [dtypes[number] for number in rest]))
         return [next(on_host) if place is None else place for place in on_disk]
 
-    def _on_host(self, likes: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Memory on the host for tensors like these, one behind the other."""
+    def on_host(self, likes: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None) -> list[Tensor]:
+        """Memory on the host for tensors like these, one behind the other, of other types if these are given."""
         slots, num_bytes = lay_out(likes, dtypes)
         if not slots:
             return []
-        memory = self.memory_on_host(num_bytes).numpy()
-        return [_with_own_storage(slot, memory) for slot in slots]
+        memory = self._memory_on_host(num_bytes).numpy()
+        return [slot.apart(memory) for slot in slots]
 
-    def memory_on_host(self, num_bytes: int) -> Tensor:
+    def _memory_on_host(self, num_bytes: int) -> Tensor:
         """A flat uint8 buffer on the host that the device copies from and to, at full speed if possible."""
         buffers: list[Tensor] = []
         try:
@@ -343,14 +343,6 @@ class Stage:
         for stream in self._streams:
             stream.close()
         self._buffers, self._large = [], None
-
-
-def _with_own_storage(slot: Slot, memory: Any) -> Tensor:
-    """A place in memory that others are in, too, as a tensor whose storage is that place: who saves it saves no more."""
-    if slot.num_bytes == 0:
-        return torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype)
-    flat = torch.frombuffer(memory, dtype=slot.dtype, count=slot.shape.numel(), offset=slot.offset)
-    return flat.as_strided(slot.shape, slot.stride)
 
 
 def _sort_states(

@@ -29,7 +29,7 @@ from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.structures.nested import open_node, reachable
 from lightning_harmony.engine.structures.packages import LIGHTNING
 from lightning_harmony.engine.structures.parts import are_alike, is_composed
-from lightning_harmony.engine.updates.device_step import is_on_device
+from lightning_harmony.engine.updates.device_step import copy_all, is_on_device
 from lightning_harmony.errors import CapacityError
 
 # Bytes for each byte of a parameter: of what a step makes meanwhile, and of state that it makes for good, as Adam's moments.
@@ -74,7 +74,7 @@ class WholeStep:
     Args:
         device: which one.
         is_swapped: whether the host is the home of a parameter because layers are swapped. Any other stays where it is.
-        memory_on_host: gives so many bytes of the host that the device copies from and to at full speed.
+        on_host: gives memory of the host for tensors like some, which the device copies from and to at full speed.
         traffic: counts what comes and goes.
 
     Attributes:
@@ -85,12 +85,12 @@ class WholeStep:
         self,
         device: Device,
         is_swapped: Callable[[nn.Parameter], bool],
-        memory_on_host: Callable[[int], Tensor],
+        on_host: Callable[[Sequence[Tensor]], list[Tensor]],
         traffic: Traffic,
     ) -> None:
         self.why_on_host: str | None = None
         self._device, self._is_swapped = device, is_swapped
-        self._memory_on_host, self._traffic = memory_on_host, traffic
+        self._on_host, self._traffic = on_host, traffic
         # Of what optimizers hold, whether a step has left it on the device.
         self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         self._buffer: Tensor | None = None
@@ -156,8 +156,7 @@ class WholeStep:
         assert self._buffer is not None
         self._stays = frozenset(id(each) for each in held if not _is_on_host(each))
         self._regions = list(regions.values())
-        for region in self._regions:
-            self._there(region).copy_(region.host, non_blocking=True)
+        copy_all([(self._there(region), region.host) for region in self._regions])
         for tensor in tensors:
             region = regions[_address(tensor)]
             come = _Come(tensor, tensor.detach(), _view(self._buffer, region.offset - region.start, tensor))
@@ -215,8 +214,7 @@ class WholeStep:
             for tensor, home, there in self._come
             if tensor.data_ptr() == there.data_ptr() and are_alike(tensor, there)
         }
-        for region in self._regions:
-            region.host.copy_(self._there(region), non_blocking=True)
+        copy_all([(region.host, self._there(region)) for region in self._regions])
         made = {id(each): each for each in [*held, *(come.tensor for come in self._come)]}
         left = [each for key, each in made.items() if key not in homes and key not in self._stays]
         homes.update((id(each), (each, self._alias(each))) for each in left if _address(each) == _address(self._buffer))
@@ -240,16 +238,9 @@ class WholeStep:
         """Begin to bring new tensors to the host: each, by its identity, with its memory there."""
         tensors = [each for each in tensors if each.numel() and _is_plain(each)]
         storages = {_address(each): _bytes_of(each) for each in tensors}
-        memory = (
-            self._memory_on_host(sum(aligned(each.nbytes) for each in storages.values())).numpy() if storages else None
-        )
-        begin, homes = 0, {}
-        for address, there in storages.items():
-            # A storage of its own: who saves it saves no more.
-            homes[address] = torch.frombuffer(memory, dtype=torch.uint8, count=len(there), offset=begin)
-            homes[address].copy_(there, non_blocking=True)
-            begin += aligned(there.nbytes)
-        self._traffic.count_out("optimizer", begin)
+        homes = dict(zip(storages, self._on_host(list(storages.values())), strict=True))
+        copy_all([(home, storages[address]) for address, home in homes.items()])
+        self._traffic.count_out("optimizer", sum(home.nbytes for home in homes.values()))
         return ((id(each), (each, _view(homes[_address(each)], 0, each))) for each in tensors)
 
 
