@@ -10,11 +10,11 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.structures.nested import is_ndarray, reachable
-from lightning_harmony.engine.structures.spans import Spans
+from lightning_harmony.engine.structures.spans import Spans, span_of
 from lightning_harmony.held.files import content_of
 from lightning_harmony.held.held_state import FUNCTIONS, Held, Kind, in_one
 from lightning_harmony.held.places import Places
@@ -122,13 +122,13 @@ class OptimizerReaders:
                 yield "a dict"
             values = dict.values(data) if isinstance(data, dict) else data
             candidates += [(f"a {type(data).__name__}", value) for value in islice(values, _MOST_ELEMENTS)]
-        memory = sorted((span, path) for path, value in candidates if (span := _span_of(value)) is not None)
+        memory = sorted((span, path) for path, value in candidates if (span := span_of(value)) is not None)
         if not memory:
             return
         spans = Spans(span for span, _ in memory)
         for state in states:
             for value in list(state.values()) if isinstance(state, dict) else ():
-                span = _span_of(value)
+                span = span_of(value)
                 if span is not None and spans.meet([span]):
                     yield next(path for (start, end), path in memory if start < span[1] and end > span[0])
 
@@ -164,28 +164,6 @@ def _path(held: Held, name: Any) -> str:
     if not isinstance(name, str) or not (held.kind is Kind.MODULE or held.has_attributes):
         return held.name
     return f"{held.name}.{name}" if held.name else name
-
-
-def _span_of(value: Any) -> tuple[int, int] | None:
-    """Where the memory of a tensor or an array begins and ends; None if it has none."""
-    if is_ndarray(value):
-        return _span_of_array(value) if value.nbytes else None
-    if not issubclass(type(value), Tensor) or value.layout is not torch.strided:
-        return None
-    try:
-        memory = value.untyped_storage()
-        start, num_bytes = memory.data_ptr(), memory.nbytes()
-    except (RuntimeError, NotImplementedError):
-        # One that is made of others has none of its own.
-        return None
-    return (start, start + num_bytes) if start and num_bytes else None
-
-
-def _span_of_array(array: Any) -> tuple[int, int]:
-    low = high = array.__array_interface__["data"][0]
-    for size, stride in zip(array.shape, array.strides, strict=True):
-        low, high = low + min((size - 1) * stride, 0), high + max((size - 1) * stride, 0)
-    return low, high + array.itemsize
 
 
 def _leads_to(value: Any, wanted: frozenset[int]) -> bool:

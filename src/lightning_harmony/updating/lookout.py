@@ -7,7 +7,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from pathlib import PurePath
 from types import FunctionType, ModuleType
 from typing import Any
@@ -193,7 +192,7 @@ def _is_called_by_torch() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] == "torch"
 
 
-def _memories_of(tensors: Iterable[Tensor]) -> Iterator[Span]:
+def _memories_of(tensors: Iterable[Tensor]) -> Iterator[Span | None]:
     """Where the memory of those tensors is that are on the host."""
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors:
@@ -203,9 +202,7 @@ def _memories_of(tensors: Iterable[Tensor]) -> Iterator[Span]:
                 wrapped = get_unwrapped(wrapped)
             for each in storages_of(wrapped):
                 if each.device.type == "cpu":
-                    # Fake tensors have none.
-                    with suppress(RuntimeError):
-                        yield span_of(each)
+                    yield span_of(each)
 
 
 def _end_before_fork() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.nodes.division import Division, Need
 from lightning_harmony.engine.step.executor import Executor
-from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.packages import LIGHTNING
 from lightning_harmony.engine.structures.parts import storages_of
 from lightning_harmony.engine.structures.spans import Spans, span_of
@@ -198,11 +197,16 @@ class UpdatePolicy:
 
         self._holds_state = reaches([owners, code], has_state, apart_from=apart_from, if_too_many=True)
         spans = Spans(span_of(part) for parameter in module.parameters() for part in storages_of(parameter))
+
+        def has_memory(each: Any) -> bool:
+            # The lookout hears of tensors.
+            return not issubclass(type(each), Tensor) and spans.meet([span_of(each)])
+
         held = [each for part in module.modules() for name, each in vars(part).items() if name not in OF_TORCH]
         self._out_of_sight = None
         if reaches([owners, code], has_state, apart_from=apart_from):
             self._out_of_sight = "something that runs between batches holds the optimizer"
-        elif reaches([owners, code, held], lambda each: _has_memory_in(each, spans), apart_from=apart_from):
+        elif reaches([owners, code, held], has_memory, apart_from=apart_from):
             self._out_of_sight = "an array has the memory of parameters"
         elif (owner := self._owner_out_of_sight()) is not None:
             self._out_of_sight = f"{type(owner).__name__} may run code in other threads or processes, or compiled code"
@@ -295,15 +299,3 @@ def _is_users(owner: Any) -> bool:
 def _parts_of(loader: Any) -> list[Any]:
     """What of a loader may be of the user's own: its data, samplers and functions, and itself."""
     return [loader, *(getattr(loader, "__dict__", None) or {}).values()]
-
-
-def _has_memory_in(value: Any, spans: Spans) -> bool:
-    """Whether a value is an array of NumPy's, a view of one or a storage whose elements are in some memory."""
-    if issubclass(type(value), torch.UntypedStorage | torch.TypedStorage) and value.device.type == "cpu":
-        start = value.data_ptr()
-        return spans.meet([(start, start + value.nbytes())])
-    value = value.obj if issubclass(type(value), memoryview) else value
-    if not is_ndarray(value):
-        return False
-    address = value.__array_interface__["data"][0]
-    return spans.meet([(address, address + 1)])
