@@ -60,7 +60,8 @@ class UpdatePolicy:
     was_asked_between: bool = False
     division: Division | None = None
     others_defer: bool = False
-    # What was looked into for the optimizer, whether it holds that, and what may look at parameters out of sight.
+    # What was looked into: callbacks, loggers, data and hooks of the module; whether they have the optimizer, or what it has,
+    # without asking for it; and what may look at parameters out of sight.
     _holders: Sequence[Any] = ()
     _holds_state: bool = False
     _out_of_sight: str | None = None
@@ -161,16 +162,12 @@ class UpdatePolicy:
         # Schedulers step with an epoch's last batch. Behind it, all is brought to the host.
         if compat.is_last_batch(self.trainer) or any(state_readers(self.tree, self.trainer)):
             return False
-        return not self._is_state_held()
+        self._look_at_holders()
+        return not self._holds_state
 
     def look_again(self) -> None:
         """Code has run that no lookout sees, such as hooks of an epoch's end: it may hold something else by now."""
         self._holders = ()
-
-    def _is_state_held(self) -> bool:
-        """Whether callbacks, loggers, data or hooks of the module have an optimizer without asking for it, or what it has."""
-        self._look_at_holders()
-        return self._holds_state
 
     def _look_at_holders(self) -> None:
         """See what is held by those whose code runs between steps, if they are others than were looked at."""

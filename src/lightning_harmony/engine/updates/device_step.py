@@ -13,6 +13,9 @@ from lightning_harmony.engine.structures.strides import is_dense
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share, States
 from lightning_harmony.engine.updates.separable_optimizers import is_elementwise, step_unheard
 
+# Bytes of state for each byte of a parameter, where that cannot be told: the two moments of Adam.
+ASSUMED_STATE_COPIES = 2
+
 
 @dataclass(frozen=True)
 class Part:

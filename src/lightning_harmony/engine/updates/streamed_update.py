@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.updates.device_step import (
+    ASSUMED_STATE_COPIES,
     Part,
     Pieces,
     is_on_device,
@@ -35,8 +36,6 @@ from lightning_harmony.engine.updates.whole_step import WholeStep
 
 # How many pieces' state is read from disk before its turn.
 PIECES_AHEAD = 2
-# Bytes of state for each byte of a parameter, where there is none yet: the two moments of Adam.
-_ASSUMED_COPIES = 2
 
 
 class StreamedUpdate:
@@ -52,6 +51,7 @@ class StreamedUpdate:
     Attributes:
         device: the same.
         disk: the same; one that is used for nothing if there is none.
+        is_on_device: whether what is swapped is updated on the device.
         home: keeps optimizer state on the device from update to update.
         whole_step: steps there optimizers that look at all parameters together; None if they step on the host.
     """
@@ -68,25 +68,20 @@ class StreamedUpdate:
         self.device = device
         self.disk = DiskHome() if disk is None else disk
         self._is_swapped = is_swapped
-        self._on_host = on_host
+        self.is_on_device = not on_host
         traffic = traffic or Traffic()
         self._stage = Stage(device, traffic, self.disk)
         self.home = self._stage.home
         self.whole_step = None if on_host else WholeStep(device, is_swapped, self._stage.on_host, traffic)
 
     @property
-    def is_on_device(self) -> bool:
-        """Whether what is swapped is updated on the device."""
-        return not self._on_host
-
-    @property
     def spares_the_bus(self) -> bool:
-        """Whether there is one, which gradients need not cross where they stay on their device."""
+        """Whether gradients that stay on their device need not cross a bus for its updates."""
         return self.is_on_device and self.device.computes_apart
 
     def open(self) -> None:
         """Take the memory on the device, before anybody plans with what is left."""
-        if not self._on_host:
+        if self.is_on_device:
             self._stage.open()
             self.disk.open(self._stage.memory_for_direct_copies, self._stage.num_bytes)
 
@@ -139,7 +134,7 @@ class StreamedUpdate:
             between: called between pieces. It may make another update.
         """
         gradients = share.gradients
-        streamed = [] if self._on_host else [parameter for parameter in gradients if self._is_swapped(parameter)]
+        streamed = [p for p in gradients if self._is_swapped(p)] if self.is_on_device else []
         comes = frozenset(streamed)
         elsewhere = {parameter: parameter.detach() for parameter in gradients if parameter not in comes}
         if elsewhere:
@@ -191,7 +186,7 @@ class StreamedUpdate:
             if is_on_device(name, value, share.group_of(parameter))
         )
         if not num_bytes:
-            return _ASSUMED_COPIES
+            return ASSUMED_STATE_COPIES
         spared = sum(map(self.home.spared_bytes, parameters))
         return -(-(num_bytes - spared) // max(sum(parameter.nbytes for parameter in parameters), 1))
 

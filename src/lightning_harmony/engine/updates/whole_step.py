@@ -29,11 +29,11 @@ from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.structures.nested import open_node, reachable
 from lightning_harmony.engine.structures.packages import LIGHTNING
 from lightning_harmony.engine.structures.parts import are_alike, is_composed
-from lightning_harmony.engine.updates.device_step import copy_all, is_on_device
+from lightning_harmony.engine.updates.device_step import ASSUMED_STATE_COPIES, copy_all, is_on_device
 from lightning_harmony.errors import CapacityError
 
-# Bytes for each byte of a parameter: of what a step makes meanwhile, and of state that it makes for good, as Adam's moments.
-_PASSING_COPIES, _ASSUMED_COPIES = 1, 2
+# Bytes for each byte of a parameter, of what a step makes meanwhile.
+_PASSING_COPIES = 1
 # What an optimizer may hold, and is not looked into.
 _CLOSED = (Tensor, str, bytes, type, ModuleType, FunctionType, MethodType, nn.Module, *weakref.ProxyTypes)
 
@@ -148,7 +148,7 @@ class WholeStep:
         if regions is None or _overlap(regions.items()):
             self.why_on_host = "some of what it works with is sparse, or composed of several tensors"
             return False
-        copies = _PASSING_COPIES + (0 if optimizer.state else _ASSUMED_COPIES)
+        copies = _PASSING_COPIES + (0 if optimizer.state else ASSUMED_STATE_COPIES)
         # Gradients that a closure makes come, too.
         to_come = sum(each.nbytes for each in parameters if each.requires_grad and each.grad is None)
         if not self._take_memory(regions.values(), to_come + copies * sum(each.nbytes for each in parameters)):
