@@ -13,8 +13,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -247,7 +248,12 @@ class WholeStep:
 def _asks_first(step: Any) -> bool:
     """Whether the code of a step has its closure run before it looks at anything of the optimizer's."""
     code = getattr(inspect.unwrap(step), "__code__", None)
-    if code is None or code.co_argcount < 2:
+    return code is not None and _closure_comes_first(code)
+
+
+@cache
+def _closure_comes_first(code: CodeType) -> bool:
+    if code.co_argcount < 2:
         return False
     own, closure = code.co_varnames[:2]
     names = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD_FAST")]
