@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
@@ -20,6 +19,7 @@ _CALLBACK_HOOKS = ("on_before_optimizer_step", "on_after_backward")
 _PLUGIN_HOOKS = (
     "backward", "post_backward", "optimizer_step", "clip_gradients", *compat.PLUGIN_HOOKS,
 )  # fmt: skip
+_STEPS = ("optimizer_step",)
 # Hooks that are given an optimizer, or a scheduler, which has one: they may read its state.
 _MODULE_HOOKS_WITH_OPTIMIZER = (
     "on_before_zero_grad", "on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients", "optimizer_step",
@@ -56,7 +56,7 @@ def _overridden(tree: LightningTree, owner: Any, hooks: Iterable[str]) -> list[s
 def gradient_readers(tree: LightningTree, trainer: Any) -> list[str]:
     """Hooks that are overridden and see gradients, or may change them."""
     module = trainer.lightning_module
-    readers = _overridden(tree, module, _MODULE_HOOKS) + _plugin_hooks(tree, trainer)
+    readers = _overridden(tree, module, _MODULE_HOOKS) + _of_users(tree, trainer.precision_plugin, _PLUGIN_HOOKS)
     readers += [
         f"callback {type(callback).__name__} has {hook}"
         for callback in trainer.callbacks
@@ -71,33 +71,23 @@ def gradient_readers(tree: LightningTree, trainer: Any) -> list[str]:
     ]
 
 
-def _plugin_hooks(tree: LightningTree, trainer: Any) -> list[str]:
-    """Those hooks of the precision plugin that are the user's, in words."""
-    plugin = type(trainer.precision_plugin)
-    return [f"{plugin.__name__}.{hook} is overridden" for hook in _PLUGIN_HOOKS if _is_users(tree, plugin, hook)]
-
-
-def state_readers(tree: LightningTree, trainer: Any) -> Iterator[str]:
+def state_readers(tree: LightningTree, trainer: Any) -> list[str]:
     """Hooks that are overridden, and are given an optimizer."""
-    yield from _own_steps(tree, trainer) + _plugin_hooks(tree, trainer)
-    callbacks = ((callback, hook) for callback in trainer.callbacks for hook in _CALLBACK_HOOKS_WITH_OPTIMIZER)
-    for owner, hook in chain(((trainer.lightning_module, hook) for hook in _MODULE_HOOKS_WITH_OPTIMIZER), callbacks):
-        if tree.overrides(owner, hook):
-            yield f"{type(owner).__name__}.{hook} is overridden"
+    found = _of_users(tree, trainer.precision_plugin, _PLUGIN_HOOKS) + _of_users(tree, trainer.strategy, _STEPS)
+    found += _overridden(tree, trainer.lightning_module, _MODULE_HOOKS_WITH_OPTIMIZER)
+    callbacks = trainer.callbacks
+    return found + [each for one in callbacks for each in _overridden(tree, one, _CALLBACK_HOOKS_WITH_OPTIMIZER)]
 
 
-def _own_steps(tree: LightningTree, trainer: Any) -> list[str]:
-    """What of a Trainer has been written to step optimizers, in words."""
-    kinds = map(type, (trainer.precision_plugin, trainer.strategy))
+def _of_users(tree: LightningTree, owner: Any, hooks: Iterable[str]) -> list[str]:
+    """Those hooks of a precision plugin, or a strategy, in words, that neither Lightning nor this package has written."""
+    kind, known = type(owner), (f"{tree.name}.plugins.", "lightning_harmony.")
+    found = ((hook, getattr(kind, hook, None)) for hook in hooks)
     return [
-        f"{kind.__name__}.optimizer_step is overridden" for kind in kinds if _is_users(tree, kind, "optimizer_step")
+        f"{kind.__name__}.{hook} is overridden"
+        for hook, function in found
+        if function is not None and not function.__module__.startswith(known)
     ]
-
-
-def _is_users(tree: LightningTree, plugin: type, hook: str) -> bool:
-    """Whether a precision plugin, or a strategy, has a hook that neither Lightning nor this package has written."""
-    found = getattr(plugin, hook, None)
-    return found is not None and not found.__module__.startswith((f"{tree.name}.plugins.", "lightning_harmony."))
 
 
 def _why_reader(hook: Any) -> str | None:
@@ -117,7 +107,7 @@ def between_passes(tree: LightningTree, trainer: Any) -> list[str]:
 def has_optimizer_after_step(tree: LightningTree, trainer: Any) -> str | None:
     """Code of the user's that is given an optimizer, or what has one, and goes on when that has stepped; None without any."""
     found = _overridden(tree, trainer.lightning_module, ("optimizer_step", "lr_scheduler_step"))
-    found += _own_steps(tree, trainer)
+    found += _of_users(tree, trainer.precision_plugin, _STEPS) + _of_users(tree, trainer.strategy, _STEPS)
     return next(iter(found), None)
 
 
