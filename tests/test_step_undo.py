@@ -15,7 +15,7 @@ from lightning_harmony.microbatches.step_undo import MOST_COPIED, Undo
 
 
 def undo_with(tensors: list[Tensor]) -> Undo:
-    return Undo(nn.Linear(2, 2), [Held("queue", tensors, Kind.CONTAINER)], set(), KnownChanges())
+    return Undo(nn.Linear(2, 2), [Held("queue", tensors, Kind.CONTAINER)], KnownChanges())
 
 
 def test_what_nothing_was_seen_to_change_is_named_and_taken_back() -> None:

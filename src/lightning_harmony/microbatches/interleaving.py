@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +34,7 @@ from lightning_harmony.microbatches.metric_states import CountedOnce, metrics_of
 from lightning_harmony.microbatches.microbatch_ends import MicrobatchEnds
 from lightning_harmony.microbatches.stale_reads import StaleReads
 from lightning_harmony.microbatches.state_elsewhere import StateElsewhere
-from lightning_harmony.microbatches.step_undo import Undo, Versions
+from lightning_harmony.microbatches.step_undo import Undo
 from lightning_harmony.microbatches.watch import Watch
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
@@ -76,7 +76,6 @@ class Interleaving:
             metric for metric in metrics_of(self._model) if all(metric is not each for each in of_layers)
         )
         self._elsewhere = StateElsewhere(self.places, of_layers, engine.objects_with_weights, metrics)
-        self._changing: set[int] = set()
         self._is_shown = self._changes_batch = False
         self._causes_of_repeats: set[str] = set()
         self.hazard: str | None = None
@@ -121,16 +120,16 @@ class Interleaving:
                 forward(False)
             return
         if not self.is_earned:
-            self._run_in_sequence(forward, sizes)
+            self._run_microbatches(forward, sizes)
             return
         places = self._attributes.begin().places
         buffers = list(self._buffers_between_layers(places))
-        undo = Undo(self._model, places, self._changing, self._known, [held.content for held, _ in buffers])
+        undo = Undo(self._model, places, self._known, [held.content for held, _ in buffers])
         reads = StaleReads(places, buffers, self._known)
         passes_on: str | None = None
         error: BaseException | None = None
         try:
-            self._run_in_turns(forward, sizes, undo, reads)
+            self._run_microbatches(forward, sizes, undo, reads)
             return
         except _PassesOn as unsafe:
             late = passes_on = str(unsafe)
@@ -154,7 +153,7 @@ class Interleaving:
                 f"microbatches took turns in a step, while {late}, and what they have changed cannot be taken back: use "
                 "HarmonyStrategy(num_microbatches=1), or pass it to layers as an argument"
             )
-        self._run_in_sequence(forward, sizes)
+        self._run_microbatches(forward, sizes)
         if isinstance(error, CapacityError):
             self.end(f"they do not fit together ({error})", len(sizes), "use smaller batches, or more memory")
         elif (error is not None or passes_on is not None or late in self._causes_of_repeats) and self.hazard is None:
@@ -189,20 +188,26 @@ class Interleaving:
         self._elsewhere.finish()
         self.places.let_go()
 
-    def _run_in_turns(
-        self, forward: Callable[[bool], None], sizes: Sequence[int], undo: Undo, reads: StaleReads
+    def _run_microbatches(
+        self,
+        forward: Callable[[bool], None],
+        sizes: Sequence[int],
+        undo: Undo | None = None,
+        reads: StaleReads | None = None,
     ) -> None:
-        """Let microbatches take turns.
+        """Run microbatches in turns, where there is what sees to these; else, and if they are larger than ever, in sequence.
 
         Raises:
-            _Unsafe: if something is found to speak against that.
+            _Unsafe: if something is found to speak against turns that were taken.
         """
         engine = self._engine
         logs = MicrobatchLogs(compat.logged_results(self._trainer), sizes)
+        # Once there is a hazard, nothing that is seen would let them take turns again.
+        watch = self._new_watch() if self.hazard is None else None
 
         def switch(microbatch: int) -> None:
             logs.microbatch = microbatch
-            if not engine.is_sequential:
+            if undo is not None and reads is not None and not engine.is_sequential:
                 undo.note_turn(microbatch)
                 reads.leave()
                 self._attributes.switch(microbatch)
@@ -211,51 +216,62 @@ class Interleaving:
                 self._ends.switch(microbatch)
 
         def note_compiled(given: Sequence[Tensor]) -> None:
-            (watch if engine.is_sequential else reads).note_compiled(given)
-
-        # Larger microbatches than ever before run one after the other.
-        watch = self._new_watch()
+            who = watch if engine.is_sequential else reads
+            if who is not None:
+                who.note_compiled(given)
 
         def set_by_layer(attributes: dict[str, Any], names: set[str]) -> None:
             self._attributes.set_by_layer(attributes, names)
-            watch.set_by_layer(attributes, names)
+            if watch is not None:
+                watch.set_by_layer(attributes, names)
 
-        on_call = watch.checking(self._elsewhere.begin())
+        on_call = self._elsewhere.begin()
+        on_call = on_call if watch is None else watch.checking(on_call)
         engine.notify(Listeners(switch, set_by_layer, watch, note_compiled, on_call, self._elsewhere.changes))
-        with logs, closing(watch), closing(reads):
-            forward(True)
-            if not engine.is_sequential:
-                stale = reads.stale()
-                if stale is not None:
-                    raise _PassesOn(f"{stale} passes something on from one microbatch to the next")
-                early = reads.early()
-                if early is not None:
-                    raise _Unsafe(f"{early} is changed")
-                late = self._attributes.late()
-                if late:
-                    raise _Unsafe(f"{late[0]} is changed")
-                in_place = undo.late()
-                if in_place is not None:
-                    raise _Unsafe(in_place)
-                buffer = engine.buffer_of_several_visits()
-                if buffer is not None:
-                    raise _Unsafe(f"{buffer} is changed")
-                if engine.step.gradient_flags.are_left or engine.step.read_buffer is not None:
-                    raise _Unsafe(
-                        _FLAGS if engine.step.read_buffer is None else f"{engine.step.read_buffer} is read outside"
-                    )
-                layer = engine.layer_with_wide_weights()
-                if layer is not None:
-                    # Not for its values: the step was planned with less memory than its backward takes.
-                    raise _Unsafe(
-                        f"layer {layer!r} reads weights for the first time that autocast alone had read before"
-                    )
-                if self._is_collective():
-                    raise _Unsafe(f"{_COLLECTIVE} for the first time")
+        with ExitStack() as stack:
+            stack.enter_context(logs)
+            for each in (watch, reads):
+                if each is not None:
+                    stack.callback(each.close)
+            forward(undo is not None)
+            if undo is not None and reads is not None and not engine.is_sequential:
+                self._check_turns(undo, reads)
+            # Not what is logged, which follows.
             is_collective = self._is_collective()
-        if engine.is_sequential:
-            self._end_forward()
+        if not engine.is_sequential:
+            return
+        if not engine.runs_whole:
+            self._ends.end_forward()
+        if watch is not None:
             self._conclude(watch, len(sizes), is_collective)
+
+    def _check_turns(self, undo: Undo, reads: StaleReads) -> None:
+        """See whether microbatches that have taken turns may have found what others keep.
+
+        Raises:
+            _Unsafe: if they may.
+        """
+        engine = self._engine
+        stale = reads.stale()
+        if stale is not None:
+            raise _PassesOn(f"{stale} passes something on from one microbatch to the next")
+        changed = reads.early() or next(iter(self._attributes.late()), None)
+        if changed is not None:
+            raise _Unsafe(f"{changed} is changed")
+        in_place = undo.late()
+        if in_place is not None:
+            raise _Unsafe(in_place)
+        buffer = engine.buffer_of_several_visits()
+        if buffer is not None:
+            raise _Unsafe(f"{buffer} is changed")
+        if engine.step.gradient_flags.are_left or engine.step.read_buffer is not None:
+            raise _Unsafe(_FLAGS if engine.step.read_buffer is None else f"{engine.step.read_buffer} is read outside")
+        layer = engine.layer_with_wide_weights()
+        if layer is not None:
+            # Not for its values: the step was planned with less memory than its backward takes.
+            raise _Unsafe(f"layer {layer!r} reads weights for the first time that autocast alone had read before")
+        if self._is_collective():
+            raise _Unsafe(f"{_COLLECTIVE} for the first time")
 
     def _is_collective(self) -> bool:
         """Whether the step has exchanged anything with other processes."""
@@ -282,36 +298,6 @@ class Interleaving:
                 names = [each for each in module._buffers if (id(module), each) not in of_layers]
                 if names:
                     yield Held(held.name, module._buffers, Kind.MODULE, module), names
-
-    def _run_in_sequence(self, forward: Callable[[bool], None], sizes: Sequence[int]) -> None:
-        logs = MicrobatchLogs(compat.logged_results(self._trainer), sizes)
-
-        def switch(microbatch: int) -> None:
-            logs.microbatch = microbatch
-            if not self._engine.runs_whole:
-                self._ends.switch(microbatch)
-
-        # Once there is a hazard, nothing that is seen would let them take turns again.
-        watch = self._new_watch() if self.hazard is None else None
-        before = Versions(self._model) if watch is not None else None
-        on_call = self._elsewhere.begin()
-        self._engine.notify(
-            Listeners(switch, on_call=on_call)
-            if watch is None
-            else Listeners(switch, watch.set_by_layer, watch, watch.note_compiled, watch.checking(on_call))
-        )
-        with logs, nullcontext() if watch is None else closing(watch):
-            forward(False)
-            # Not what is logged, which follows.
-            is_collective = self._is_collective()
-        self._end_forward()
-        if watch is not None and before is not None:
-            self._changing |= before.changed()
-            self._conclude(watch, len(sizes), is_collective)
-
-    def _end_forward(self) -> None:
-        if not self._engine.runs_whole:
-            self._ends.end_forward()
 
     def _conclude(self, watch: Watch, num_microbatches: int, is_collective: bool) -> None:
         hazard, buffer = watch.conclude(self._known, num_microbatches), self._engine.buffer_of_several_visits()

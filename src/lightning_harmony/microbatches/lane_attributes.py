@@ -43,6 +43,7 @@ class KnownChanges:
         in_place: the tensors, by place and name, that are changed in place behind the last layer, and read nowhere before.
         changed: by place, all that microbatches change.
         in_backward: what they change, by place and name, when their backward runs.
+        buffers: those that steps change, by their identity.
     """
 
     places: set[str] = field(default_factory=set)
@@ -54,6 +55,7 @@ class KnownChanges:
     in_place: set[tuple[str, Any]] = field(default_factory=set)
     changed: dict[str, set[Any]] = field(default_factory=dict)
     in_backward: set[tuple[str, Any]] = field(default_factory=set)
+    buffers: set[int] = field(default_factory=set)
 
 
 class _Space:

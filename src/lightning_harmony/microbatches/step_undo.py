@@ -94,7 +94,6 @@ class Undo:
     Args:
         model: whose step it is.
         places: what it may change in Python.
-        changing: the buffers that steps were seen to change, by their identity.
         known: what steps were seen to change in order.
         buffers: those of modules that no layer has, to which code may assign others.
     """
@@ -103,7 +102,6 @@ class Undo:
         self,
         model: nn.Module,
         places: Iterable[Held],
-        changing: set[int],
         known: KnownChanges,
         buffers: Iterable[dict[str, Tensor | None]] = (),
     ) -> None:
@@ -134,7 +132,7 @@ class Undo:
         self._buffers = [(each, dict(each)) for each in buffers]
         self._versions = Versions(model)
         # Of small ones no version tells that they change, as statistics of normalizations are.
-        kept = [b for b in model.buffers() if id(b) in changing or b.numel() * b.element_size() <= _SMALL_BYTES]
+        kept = [b for b in model.buffers() if id(b) in known.buffers or b.numel() * b.element_size() <= _SMALL_BYTES]
         self._kept, self._undo = set(map(id, kept)), [undo_of_tensor(buffer) for buffer in kept]
         self._metrics = MetricStates(metrics_of(model))
 

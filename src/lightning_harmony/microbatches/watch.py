@@ -43,6 +43,7 @@ from lightning_harmony.microbatches.lane_attributes import (
     is_switched,
 )
 from lightning_harmony.microbatches.read_metrics import ReadMetrics
+from lightning_harmony.microbatches.step_undo import Versions
 
 # Of a step, watching takes at most this share, beside one microbatch at whose calls everything is looked at.
 _SHARE = 0.01
@@ -86,6 +87,8 @@ class Watch:
     def begin(self, microbatch: int) -> None:
         """A microbatch begins."""
         with self._timed():
+            if microbatch == 0:
+                self._versions = Versions(self._model)
             self._microbatch = microbatch
             self._begun = self._places.look()
             self._marks = [
@@ -306,6 +309,7 @@ class Watch:
             num_microbatches: of the step.
         """
         self._silent.refuse_changed_again()
+        known.buffers |= self._versions.changed()
         return Conclusion(self.seen, self._carried, self._of_layers).conclude(known, num_microbatches)
 
     def close(self) -> None:
