@@ -252,22 +252,18 @@ class Interleaving:
             _Unsafe: if they may.
         """
         engine = self._engine
-        stale = reads.stale()
-        if stale is not None:
+        if (stale := reads.stale()) is not None:
             raise _PassesOn(f"{stale} passes something on from one microbatch to the next")
         changed = reads.early() or next(iter(self._attributes.late()), None)
         if changed is not None:
             raise _Unsafe(f"{changed} is changed")
-        in_place = undo.late()
-        if in_place is not None:
+        if (in_place := undo.late()) is not None:
             raise _Unsafe(in_place)
-        buffer = engine.buffer_of_several_visits()
-        if buffer is not None:
+        if (buffer := engine.buffer_of_several_visits()) is not None:
             raise _Unsafe(f"{buffer} is changed")
         if engine.step.gradient_flags.are_left or engine.step.read_buffer is not None:
             raise _Unsafe(_FLAGS if engine.step.read_buffer is None else f"{engine.step.read_buffer} is read outside")
-        layer = engine.layer_with_wide_weights()
-        if layer is not None:
+        if (layer := engine.layer_with_wide_weights()) is not None:
             # Not for its values: the step was planned with less memory than its backward takes.
             raise _Unsafe(f"layer {layer!r} reads weights for the first time that autocast alone had read before")
         if self._is_collective():

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_harmony.engine.devices.free_memory import host_memory
 from lightning_harmony.engine.model.disk_store import BLOCK
 from lightning_harmony.engine.model.mapped_files import files_of, is_plain
+from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.engine.updates.disk_home import DiskHome
@@ -153,7 +153,8 @@ class HostBudget:
             CapacityError: saying how many bytes the host, or the disk, is short.
         """
         self._layers = list(map(list, layers))
-        sizes = {p: p.numel() * p.element_size() for p in _trained(self._trainer.optimizers)}
+        updated = (p for one in self._trainer.optimizers for p in parameters_of(one))
+        sizes = {p: p.numel() * p.element_size() for p in updated if p.requires_grad}
         # Each parameter in one layer; those of none, by themselves.
         gradients = [sum(sizes.pop(p, 0) for p in layer) for layer in self._layers]
         gradients += sizes.values()
@@ -272,11 +273,6 @@ class HostBudget:
             expected.update(bytes_by_parameter(optimizer, self._policy.division))
         on_host = sum(num_bytes for parameter, num_bytes in expected.items() if not disk.is_home_of(parameter))
         return max(on_host - state_bytes(optimizers) + disk.used_bytes, 0)
-
-
-def _trained(optimizers: Sequence[Optimizer]) -> list[Any]:
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
 
 
 def _ways_out(is_deferred: bool, disk_bytes: int) -> str:

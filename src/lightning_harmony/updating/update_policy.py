@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
-from lightning_harmony.engine.nodes.division import Division, Need
+from lightning_harmony.engine.nodes.division import Division, Need, parameters_of
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.structures.packages import LIGHTNING
 from lightning_harmony.engine.structures.parts import storages_of
@@ -143,8 +143,7 @@ class UpdatePolicy:
     def trains_others(self) -> bool:
         """Whether an optimizer has parameters that the module has not, such as latents of samples."""
         own = frozenset(self.trainer.lightning_module.parameters())
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        return any(parameter not in own for group in groups for parameter in group["params"])
+        return any(parameter not in own for one in self._optimizers for parameter in parameters_of(one))
 
     def _why_out_of_sight(self) -> str | None:
         """What may look at parameters or optimizer state where the lookout does not see it; None if nothing does."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_harmony.engine.model.host_store import ALIGNMENT, aligned
+from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.structures.strides import is_dense
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share, States
 from lightning_harmony.engine.updates.separable_optimizers import is_elementwise, step_unheard
@@ -138,7 +139,7 @@ def make_step(
     """Clip gradients, and let the user's own optimizer step, where these tensors are."""
     twin = share.elsewhere(parameters, gradients, states)
     if clip is not None:
-        clip([parameter for group in twin.param_groups for parameter in group["params"]])
+        clip(parameters_of(twin))
     step_unheard(twin)
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_harmony.engine.devices.stream import Event, Urgency
+from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.nodes.weights import DividedUpdate
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
 from lightning_harmony.engine.updates.queue import Overlap, UpdateQueue, queue_for
@@ -198,7 +199,7 @@ def _update(queue: UpdateQueue, share: Share, clip: Clip | None) -> None:
 def sort_state(optimizer: Optimizer, known: Collection[Tensor]) -> None:
     """Bring what an update added to an optimizer's state into the order in which a step over all parameters adds it."""
     state = optimizer.state
-    added = [p for group in optimizer.param_groups for p in group["params"] if p in state and p not in known]
+    added = [p for p in parameters_of(optimizer) if p in state and p not in known]
     if any(ours is not theirs for ours, theirs in zip(list(state)[len(known) :], added, strict=True)):
         for parameter in added:
             state[parameter] = state.pop(parameter)

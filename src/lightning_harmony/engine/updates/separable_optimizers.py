@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.updates.optimizer_trial import Separability, is_installed, try_out
 
 # Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
@@ -107,8 +108,7 @@ def reads_default_dtype(optimizer: Optimizer, dtype: torch.dtype) -> bool:
     if dtype is not torch.float64 or kind in _WITHOUT_NUMBERS:
         return False
     # Others make numbers of that type, such as the number of steps, when they make their state.
-    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    return not all(optimizer.state.get(parameter) for parameter in trained)
+    return not all(optimizer.state.get(each) for each in parameters_of(optimizer) if each.requires_grad)
 
 
 def _has_other_step(optimizer: Optimizer) -> bool:
