@@ -9,10 +9,10 @@ their order, do they find the same if they take turns.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -26,6 +26,28 @@ from lightning_harmony.held.walk import modules_of
 _COMPARED = (bool, int, float, complex, str, bytes)
 
 
+class State(NamedTuple):
+    """What is in a place at some moment: the values, and how often each tensor among them was changed in place."""
+
+    values: Sequence[Any]
+    versions: Sequence[int | None]
+
+    @classmethod
+    def of(cls, held: Held, name: Any) -> State:
+        """What is there now under a name; all of it, for `ALL`."""
+        if name is ALL:
+            # A copy: the same one until something else is in it. What a dict holds under each name is a place of its own.
+            newest = held.look()
+            versions = [] if isinstance(newest, dict) else held.marks.versions()
+            return cls(newest if type(newest) is list else list(newest), versions)
+        value = held.content.get(name, MISSING)
+        return cls([value], list(map(version_of, _tensors_in([value]))))
+
+    def is_same(self, other: State) -> bool:
+        """Whether nothing has changed from one to the other."""
+        return self.versions == other.versions and are_same(self.values, other.values)
+
+
 @dataclass(eq=False)
 class Found:
     """What a microbatch has found in a place, and the one before it has left there.
@@ -33,9 +55,8 @@ class Found:
     Attributes:
         held: the place.
         name: of the attribute or entry there; `ALL` of a list or set.
-        state: what tells whether it has changed.
-        begun: that, when the microbatch began.
-        newest: that, when it was looked at last.
+        begun: what was there when the microbatch began.
+        newest: the same of when it was looked at last.
         fetched_at: between which calls of layers it was read first, by their number; None if it was not.
         used_at: the same of when something was computed with it.
         is_written: whether the microbatch changed it, too.
@@ -47,9 +68,8 @@ class Found:
 
     held: Held
     name: Any
-    state: Callable[[], Sequence[Any]]
-    begun: Sequence[Any]
-    newest: Sequence[Any]
+    begun: State
+    newest: State
     fetched_at: int | None = None
     used_at: int | None = None
     is_written: bool = False
@@ -64,8 +84,8 @@ class Found:
         Args:
             at: between which calls of layers, by their number; None behind the forward.
         """
-        now = self.state()
-        if are_same(now, self.newest):
+        now = State.of(self.held, self.name)
+        if now.is_same(self.newest):
             return
         self.newest, self.is_written = now, True
         read_at = self.used_at if self.fetched_at is None else self.fetched_at
@@ -79,14 +99,14 @@ class Found:
 
     def watched_tensors(self) -> list[Tensor]:
         """The tensors in it, of which what is computed with them tells; none of those of other classes."""
-        tensors = [] if self.is_buffer else tensors_of(*self.begun)
+        tensors = [] if self.is_buffer else tensors_of(*self.begun.values)
         are_plain = all(type(tensor) is Tensor or type(tensor) is Watched for tensor in tensors)
         return [tensor for tensor in tensors if not is_parameter(tensor)] if are_plain else []
 
     @property
     def is_as_begun(self) -> bool:
         """Whether it is what the microbatch has found."""
-        return are_same(self.state(), self.begun)
+        return State.of(self.held, self.name).is_same(self.begun)
 
 
 class CarriedState:
@@ -171,9 +191,9 @@ class CarriedState:
                 for name, value in begun.items():
                     then = before.get(name, MISSING)
                     if (changed and id(value) in changed) or not _is_same(value, then):
-                        yield _found(held, name, is_in_new=is_in_new)
+                        yield Found(held, name, now := State.of(held, name), now, is_in_new=is_in_new)
             elif any(id(value) in changed for value in begun) or not are_same(list(begun), list(before)):
-                yield _found(held, ALL, is_in_new=is_in_new)
+                yield Found(held, ALL, now := State.of(held, ALL), now, is_in_new=is_in_new)
 
     def _watch(self) -> None:
         """Watch where what was found is read."""
@@ -198,18 +218,6 @@ class CarriedState:
     def _note_used(self, found: Found) -> None:
         if found.used_at is None:
             found.used_at = self._segment
-
-
-def _found(held: Held, name: Any, *, is_in_new: bool) -> Found:
-    """What is in a place now."""
-    content = held.content
-
-    def state() -> Sequence[Any]:
-        values = list(held.look()) if name is ALL else [content.get(name, MISSING)]
-        return [*values, *map(version_of, _tensors_in(values))]
-
-    begun = state()
-    return Found(held, name, state, begun, begun, is_in_new=is_in_new)
 
 
 def are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:

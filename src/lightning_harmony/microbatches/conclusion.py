@@ -138,7 +138,7 @@ class Conclusion:
             return place in known.passed_on
         if name in self._of_layers.get(id(found.held.content), ()):
             return True
-        return found.held.kind is Kind.MODULE and has_tensors([found.held.content.get(name), *found.begun])
+        return found.held.kind is Kind.MODULE and has_tensors([found.held.content.get(name), *found.begun.values])
 
     def _conclude_ends(self, known: KnownChanges) -> None:
         """Note what is changed behind the last call of a layer alone."""

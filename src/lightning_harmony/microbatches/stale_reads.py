@@ -8,31 +8,21 @@ the microbatch before leaves in the end. One that has written it must find that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.containers import num_kept
 from lightning_harmony.engine.structures.tree import tensors_of
 from lightning_harmony.held.held_state import ALL, Held, Kind
-from lightning_harmony.held.reads import Readers, version_of
-from lightning_harmony.held.variables import MISSING
-from lightning_harmony.microbatches.carried_state import are_same
+from lightning_harmony.held.reads import Readers
+from lightning_harmony.microbatches.carried_state import State, are_same
 from lightning_harmony.microbatches.lane_attributes import KnownChanges, in_words
 
 
-class _State(NamedTuple):
-    """What is in a place at some moment: the values, and how often each tensor among them was changed in place."""
-
-    values: Sequence[Any]
-    versions: Sequence[int | None]
-
-    def is_same(self, other: _State) -> bool:
-        return self.versions == other.versions and are_same(self.values, other.values)
-
-    def looks_same(self, other: _State) -> bool:
-        """Whether who computes nothing with the tensors finds the same."""
-        return len(self.values) == len(other.values) and all(map(_look_same, self.values, other.values))
+def _looks_same(one: State, other: State) -> bool:
+    """Whether who computes nothing with the tensors finds the same."""
+    return len(one.values) == len(other.values) and all(map(_look_same, one.values, other.values))
 
 
 def _look_same(one: Any, other: Any) -> bool:
@@ -65,20 +55,14 @@ class _Place:
         self.is_buffer = isinstance(held.owner, nn.Module) and held.content is held.owner._buffers
         self.first = self.entered = self.state()
         self._asked: Sequence[Any] = ()
-        self.left: dict[int, _State] = {}
+        self.left: dict[int, State] = {}
         self.written_in: dict[int, int] = {}
-        self.fetched: dict[int, _State] = {}
-        self.used: dict[int, _State] = {}
+        self.fetched: dict[int, State] = {}
+        self.used: dict[int, State] = {}
         self.is_lost = False
 
-    def state(self) -> _State:
-        if self.name is ALL:
-            # A copy: the same one until something else is in it. What a dict holds under each name is a place of its own.
-            newest = self.held.look()
-            versions = [] if isinstance(newest, dict) else self.held.marks.versions()
-            return _State(newest if type(newest) is list else list(newest), versions)
-        value = self.held.content.get(self.name, MISSING)
-        return _State([value], [version_of(value)] if issubclass(type(value), Tensor) else [])
+    def state(self) -> State:
+        return State.of(self.held, self.name)
 
     def ask_again(self) -> None:
         """What was there is not kept any longer, and asked for as a whole the next time."""
@@ -97,13 +81,12 @@ class _Place:
 
     def is_stale(self) -> bool:
         """Whether a microbatch has found something else than the one before has left."""
-        fetched = (
-            (m, found, found.is_same if self.is_buffer else found.looks_same) for m, found in self.fetched.items()
-        )
-        used = ((m, found, found.is_same) for m, found in self.used.items())
-        return self.is_lost or any(not is_same(self._expected(m)) for m, _, is_same in (*fetched, *used))
+        looks_same = State.is_same if self.is_buffer else _looks_same
+        if not all(looks_same(found, self._expected(microbatch)) for microbatch, found in self.fetched.items()):
+            return True
+        return self.is_lost or any(not found.is_same(self._expected(m)) for m, found in self.used.items())
 
-    def _expected(self, microbatch: int) -> _State:
+    def _expected(self, microbatch: int) -> State:
         before = [m for m in self.left if m < microbatch]
         return self.left[max(before)] if before else self.first
 
@@ -179,7 +162,7 @@ class StaleReads:
         place.ask_again()
         self._note(place, place.used)
 
-    def _note(self, place: _Place, found: dict[int, _State]) -> None:
+    def _note(self, place: _Place, found: dict[int, State]) -> None:
         microbatch = self._current
         if microbatch is None or microbatch in place.left or microbatch in found:
             return
