@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_content
@@ -10,33 +10,6 @@ from lightning_harmony.held.held_state import ALL, Held, Kind
 from lightning_harmony.held.places import Contents, Places
 from lightning_harmony.held.variables import MISSING, put_value
 from lightning_harmony.microbatches.lane_attributes import NUMBERS
-
-
-class _Place(NamedTuple):
-    """A name in a dict, or all of a list or set, of which microbatches have left different things.
-
-    Attributes:
-        content: the dict, list or set itself.
-        name: `ALL` for all of it.
-    """
-
-    content: Any
-    name: Any
-
-    def get(self) -> Any:
-        """What is there."""
-        return copied_content(self.content) if self.name is ALL else self.content.get(self.name, MISSING)
-
-    def set(self, value: Any) -> None:
-        """Let that be there."""
-        if self.name is ALL:
-            put_content(self.content, value)
-        else:
-            put_value(self.content, self.name, value)
-
-    def are_same(self, one: Any, other: Any) -> bool:
-        """Whether two values of it are the same."""
-        return have_same_content(one, other) if self.name is ALL else one is other
 
 
 class MicrobatchEnds:
@@ -53,8 +26,9 @@ class MicrobatchEnds:
         self._places = places
         self._current: int | None = None
         self._found: dict[int, Contents] = {}
-        # When forwards are over: of each place, what each microbatch has left, and what is to be there in the end.
-        self._left: list[tuple[_Place, dict[int, Any]]] | None = None
+        # When forwards are over: of names in places, and of all of a list or set as `ALL`, what each microbatch has left, and
+        # what is to be there in the end.
+        self._left: list[tuple[Held, Any, dict[int, Any]]] | None = None
         self._last: list[Any] = []
         self._now: list[Any] = []
 
@@ -64,7 +38,9 @@ class MicrobatchEnds:
             return
         if self._left is not None:
             self._leave()
-            self._now = [self._put(place, values[microbatch]) for place, values in self._left]
+            self._now = [values[microbatch] for _, _, values in self._left]
+            for (held, name, _), value in zip(self._left, self._now, strict=True):
+                _put(held, name, value)
         elif self._current is not None:
             self._note_end()
         self._current = microbatch
@@ -83,14 +59,14 @@ class MicrobatchEnds:
             if len(copies) == len(by_microbatch):
                 self._left += _differing(held, copies)
         self._found = {}
-        self._now = self._last = [values[self._current] for _, values in self._left]
+        self._now = self._last = [values[self._current] for _, _, values in self._left]
 
     def finish(self) -> None:
         """The step is over."""
         if self._left is not None:
             self._leave()
-            for (place, _), value in zip(self._left, self._last, strict=True):
-                place.set(value)
+            for (held, name, _), value in zip(self._left, self._last, strict=True):
+                _put(held, name, value)
         self._left, self._current, self._found, self._last, self._now = None, None, {}, [], []
 
     def _note_end(self) -> None:
@@ -100,32 +76,40 @@ class MicrobatchEnds:
     def _leave(self) -> None:
         """Keep what a backward has changed."""
         assert self._left is not None
-        places = [place for place, _ in self._left]
         self._last = [
-            last if place.are_same(before, now := place.get()) else _changed(last, before, now)
-            for place, before, last in zip(places, self._now, self._last, strict=True)
+            last if _are_same(name, before, now := _get(held, name)) else _changed(last, before, now)
+            for (held, name, _), before, last in zip(self._left, self._now, self._last, strict=True)
         ]
 
-    def _put(self, place: _Place, value: Any) -> Any:
-        if not place.are_same(place.get(), value):
-            place.set(value)
-        return value
+
+def _get(held: Held, name: Any) -> Any:
+    return copied_content(held.content) if name is ALL else held.content.get(name, MISSING)
 
 
-def _differing(held: Held, copies: dict[int, Any]) -> list[tuple[_Place, dict[int, Any]]]:
+def _put(held: Held, name: Any, value: Any) -> None:
+    if not _are_same(name, _get(held, name), value):
+        if name is ALL:
+            put_content(held.content, value)
+        else:
+            put_value(held.content, name, value)
+
+
+def _are_same(name: Any, one: Any, other: Any) -> bool:
+    return have_same_content(one, other) if name is ALL else one is other
+
+
+def _differing(held: Held, copies: dict[int, Any]) -> list[tuple[Held, Any, dict[int, Any]]]:
     first, *others = copies.values()
     if all(first is other or have_same_content(first, other) for other in others):
         return []
     if not held.is_named:
-        return [(_Place(held.content, ALL), copies)]
+        return [(held, ALL, copies)]
     names = {name for copy in copies.values() for name in copy}
     if held.kind is Kind.MODULE:
         names -= OF_TORCH
     by_name = {name: {m: copy.get(name, MISSING) for m, copy in copies.items()} for name in names}
     return [
-        (_Place(held.content, name), values)
-        for name, values in by_name.items()
-        if len({id(value) for value in values.values()}) > 1
+        (held, name, values) for name, values in by_name.items() if len({id(value) for value in values.values()}) > 1
     ]
 
 
