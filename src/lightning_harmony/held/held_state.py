@@ -200,7 +200,7 @@ class Held:
     def is_as(self, before: Any) -> bool:
         """Whether the same objects are in it as in a copy."""
         content = self.content
-        return content.has_content(before) if isinstance(content, Variables) else have_same_content(content, before)
+        return have_same_content(content.copied() if isinstance(content, Variables) else content, before)
 
     def items(self) -> Iterator[tuple[Any, Any]]:
         """What was in it when it was looked at last, with names or numbers."""

@@ -12,7 +12,7 @@ from functools import cache, partial
 from types import CellType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
-from lightning_harmony.engine.structures.containers import class_of_python, copied_content, have_same_content
+from lightning_harmony.engine.structures.containers import class_of_python, copied_content
 
 MISSING = object()
 _set_partial: Any = vars(partial)["__setstate__"]
@@ -56,10 +56,6 @@ class Variables(MutableMapping[Any, Any]):
     def put(self, name: Any, value: Any) -> None:
         """Let a value have a name; none, if it is `MISSING`."""
         raise NotImplementedError
-
-    def has_content(self, before: dict[Any, Any]) -> bool:
-        """Whether the same objects are in it that were before."""
-        return have_same_content(self.copied(), before)
 
     def __getitem__(self, name: Any) -> Any:
         return self.copied()[name]

@@ -180,14 +180,14 @@ class Watch:
             ]
             for kind, before in set_before:
                 if self._microbatch > 0 and kind.get() != before:
-                    self._note(f"{kind.name} is set for good", "the end of a microbatch")
+                    self.seen.note(f"{kind.name} is set for good", "the end of a microbatch")
             if self._microbatch > 0 and context_now() != self._context:
-                self._note("a context variable is set for good", "the end of a microbatch")
+                self.seen.note("a context variable is set for good", "the end of a microbatch")
             silent, metric = self._silent.changed() if self._microbatch == 1 else None, self._metrics.end()
             if silent is not None:
-                self._note(f"{silent} is changed", "the end of a microbatch")
+                self.seen.note(f"{silent} is changed", "the end of a microbatch")
             if metric is not None and self._microbatch > 0:
-                self._note(metric, "the end of a microbatch")
+                self.seen.note(metric, "the end of a microbatch")
             at_calls: dict[str, list[Any]] = defaultdict(list)
             for place, name in self.seen.at_calls:
                 at_calls[place].append(name)
@@ -246,7 +246,7 @@ class Watch:
             return
         if state_of_generator(value) is None:
             # The next microbatch may read it before its first layer, where it would not be changed yet.
-            self._note(f"a {type(value).__name__} held by {held.in_words} is changed in place", end)
+            self.seen.note(f"a {type(value).__name__} held by {held.in_words} is changed in place", end)
             return
         if self._microbatch > 1 and id(value) not in self._drawn:
             # Not looked at when it called layers: it may have been drawn from before or behind them.
@@ -258,14 +258,14 @@ class Watch:
             self.seen.drawn[held.name, name] = Draws.BEFORE_LAYERS if first == now else Draws.BEHIND_LAYERS
 
     def _note_drawn(self, held: Held, where: str) -> None:
-        self._note(f"a generator of random numbers, held by {held.in_words}, is drawn from again", where)
+        self.seen.note(f"a generator of random numbers, held by {held.in_words}, is drawn from again", where)
 
     def _note_end(self, held: Held, begun: Any, now: Any, name: Any) -> None:
         key = held.name, name
         self.seen.changed[key] = held
         if held.kind is Kind.HOOKS and self._microbatch > 0:
             # Each calls those that all before it have left.
-            self._note(f"hooks of {held.in_words} are registered or removed", "the end of a microbatch")
+            self.seen.note(f"hooks of {held.in_words} are registered or removed", "the end of a microbatch")
         if name is ALL:
             self._note_growth(held, begun, now)
             return
@@ -280,7 +280,7 @@ class Watch:
         if not _grew(begun, now) or len(now) < before:
             seen.shrank.add(held.name)
             if held.name in seen.only_grew:
-                self._note(f"{in_words(held, ALL)} is changed", "the end of a microbatch")
+                self.seen.note(f"{in_words(held, ALL)} is changed", "the end of a microbatch")
             return False
         if not isinstance(held.content, list | set) or not has_tensors([*now, *begun]):
             seen.only_grew.add(held.name)
@@ -289,10 +289,7 @@ class Watch:
         return True
 
     def _note_hazard(self, what: str, layer: str) -> None:
-        self._note(what, f"layer {layer!r}")
-
-    def _note(self, what: str, before: str) -> None:
-        self.seen.note(what, before)
+        self.seen.note(what, f"layer {layer!r}")
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
