@@ -17,7 +17,9 @@ from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.updates.optimizer_trial import Separability, is_installed, try_out
 
 # Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
-# step. (LBFGS is not one: it searches along all parameters together.)
+# step. (LBFGS is not one: it searches along all parameters together.) They are not tried out as others are: implementations
+# for GPUs do not run on the CPU, fused ones round the last elements of a range otherwise, and what users put into groups is
+# read by none of them.
 SEPARABLE = frozenset(
     getattr(torch.optim, name)
     for name in (
@@ -50,10 +52,12 @@ _GENUINE = {kind: _steps_of(kind) for kind in SEPARABLE}
 _tried: WeakKeyDictionary[Optimizer, Separability] = WeakKeyDictionary()
 
 
-def _try_once(optimizer: Optimizer) -> Separability:
-    """What was found of an optimizer that is not torch's."""
-    found, kind = _tried.get(optimizer), type(optimizer)
-    if found is None:
+def _separability(optimizer: Optimizer) -> Separability:
+    """What is known of an optimizer that is torch's, and was found of another one."""
+    kind = type(optimizer)
+    if kind in SEPARABLE:
+        return Separability(of_parameters=True, of_elements=kind in _ELEMENTWISE)
+    if (found := _tried.get(optimizer)) is None:
         found = Separability(of_parameters=False, of_elements=False)
         if is_installed(kind) and kind.zero_grad is Optimizer.zero_grad:
             _GENUINE.setdefault(kind, _steps_of(kind))
@@ -64,13 +68,13 @@ def _try_once(optimizer: Optimizer) -> Separability:
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether an optimizer that `why_not_separable` finds nothing against updates each element by itself."""
-    return type(optimizer) in _ELEMENTWISE or (type(optimizer) not in SEPARABLE and _try_once(optimizer).of_elements)
+    return _separability(optimizer).of_elements
 
 
 def why_not_separable(optimizer: Optimizer) -> str | None:
     """The reason why an optimizer can't step pack by pack; None if it can."""
     name = type(optimizer).__name__
-    if type(optimizer) not in SEPARABLE and not _try_once(optimizer).of_parameters:
+    if not _separability(optimizer).of_parameters:
         return f"{name} is not known to update each parameter on its own"
     if _has_other_step(optimizer):
         return f"{name}.step is replaced by a function of its own"
