@@ -32,7 +32,8 @@ def find_layers(root: nn.Module, *, max_layer_bytes: int | None, layers: LayerCh
 
     The outermost repeated blocks (several modules of one class in a ``ModuleList``, ``Sequential`` or ``ModuleDict``,
     or of a class that Hugging Face's ``_no_split_modules`` names) are layers, but for large ones that are stacks of
-    repeated blocks themselves. So is what is left over beside them, each module as a whole. A module that is too large is descended into, as long as it has modules to descend to.
+    repeated blocks themselves. So is what is left over beside them, each module as a whole. A module that is too large
+    is descended into, as long as it has modules to descend to.
     No layer lies within another.
 
     Args:
