@@ -118,10 +118,10 @@ def test_a_fit_goes_on_from_a_checkpoint_without_the_state_of_an_optimizer(tmp_p
     assert_same(plain, swapped)
 
 
-def test_sharded_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_folders_of_another_kind_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "step=1.ckpt"
     path.mkdir()
-    with pytest.raises(ValueError, match=r"step=1\.ckpt is a directory, .*consolidate_checkpoint"):
+    with pytest.raises(ValueError, match=r"step=1\.ckpt is a directory, .*convert_zero_checkpoint_to_fp32_state_dict"):
         trainer_for(harmony()).fit(Model(), loader(), ckpt_path=path)
 
 

@@ -80,6 +80,7 @@ class StrategyMixin(WholeStates):
         cuda_graphs: whether layers are recorded as CUDA graphs on GPUs, so that their code runs once a step and no longer for
             each microbatch. Results have the same bits.
         timeout: how long a machine waits for others.
+        state_dict_type: whether a checkpoint is one file, with the "full" state, or a folder, "sharded" among machines.
     """
 
     strategy_name = "harmony"
@@ -104,6 +105,7 @@ class StrategyMixin(WholeStates):
         offload_dir: str | Path | None = None,
         cuda_graphs: bool = True,
         timeout: timedelta = timedelta(minutes=30),
+        state_dict_type: Literal["full", "sharded"] = "full",
         *,
         # Of either tree: LightningCLI would refuse those of the one that a type named.
         accelerator: Any = None,
@@ -129,6 +131,8 @@ class StrategyMixin(WholeStates):
             profile_cache=profile_cache,
             offload_dir=offload_dir,
             cuda_graphs=cuda_graphs,
+            timeout=timeout,
+            state_dict_type=state_dict_type,
         )
         self.checkpoint_folder = self._settings.offload_dir
         self._lightning = LightningTree(self.tree)
@@ -148,9 +152,6 @@ class StrategyMixin(WholeStates):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if not isinstance(timeout, timedelta):
-            raise ValueError(f"HarmonyStrategy(timeout={timeout!r}): a datetime.timedelta is needed")
-        self.timeout = timeout
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -208,7 +209,7 @@ class StrategyMixin(WholeStates):
         if self.is_distributed:
             refuse_batch_norm_over_nodes(compat.layer_sync(self))
             # All nodes make it at this time.
-            exchange = exchange_of(self.root_device, self.timeout)
+            exchange = exchange_of(self.root_device, self._settings.timeout)
             take_from_first_node([*self._module.parameters(), *self._module.buffers()], exchange, exchange.device)
             self._division = Division(exchange)
         self.model = self.precision_plugin.convert_module(self.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from typing_extensions import override
 
 from lightning_harmony.engine.nodes.division import parameters_of
+from lightning_harmony.fit import sharded
 from lightning_harmony.fit.given import GivenOptimizers
 
 if TYPE_CHECKING:
@@ -19,15 +21,15 @@ if TYPE_CHECKING:
 
 
 def refuse_directory(path: Any) -> None:
-    """Refuse a directory of shards, as FSDP and DeepSpeed write it.
+    """Refuse a directory that is no sharded checkpoint, such as DeepSpeed's.
 
     Raises:
         ValueError: naming the path and the way out.
     """
-    if Path(path).is_dir():
+    if Path(path).is_dir() and not sharded.is_sharded(path):
         raise ValueError(
-            f"{path} is a directory, as distributed checkpoints are; strategy='harmony' reads those of one file: convert it "
-            "first, with `python -m lightning.pytorch.utilities.consolidate_checkpoint` (FSDP) or "
+            f"{path} is a directory, but no sharded checkpoint of strategy='harmony' or of Lightning's FSDPStrategy, which "
+            f"has the files .metadata and {sharded.META}. Convert one of DeepSpeed first, with "
             "`lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict`"
         )
 
@@ -100,14 +102,64 @@ class WholeStates(StreamedCheckpoints):
     _torn: str | None = None
 
     @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint: of one file, or a sharded one, to which all nodes come."""
+        if not self._is_sharded:
+            # A file cannot take the place of a folder.
+            replaces = self.is_global_zero and sharded.is_sharded(filepath)
+            with sharded.aside(Path(filepath)) if replaces else nullcontext():
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                "storage_options are of plugins that write checkpoints: state_dict_type='sharded' takes none"
+            )
+        if "://" in str(filepath):
+            raise ValueError(
+                f"{filepath}: state_dict_type='sharded' writes to a file system that all machines have mounted"
+            )
+        assert self.lightning_module is not None
+        is_first, path = self.is_global_zero, Path(self.broadcast(filepath))
+        values = sharded.take_values(
+            checkpoint,
+            self.lightning_module,
+            self.optimizers,
+            is_first=is_first,
+            all_agree=self.reduce_boolean_decision,
+        )
+        with sharded.replacing(path) if is_first else nullcontext(sharded.partial_of(path)) as folder:
+            # What is left of a save that did not end is gone then.
+            self.barrier()
+            sharded.write(values, folder, None if self._division is None else self._division.exchange.host_group)
+            if is_first:
+                torch.save(checkpoint, folder / sharded.META)
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether checkpoints are sharded now. While an exception unwinds, no other node comes to write its part."""
+        module = self.lightning_module
+        is_alone = self.is_distributed and module is not None and module.trainer.interrupted
+        return self._settings.state_dict_type == "sharded" and not is_alone
+
+    @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint of one file.
+        """Load a checkpoint. Of a sharded one, the state of optimizers is read when it is known which part of it is needed.
 
         Raises:
-            ValueError: if it is the directory of a sharded one.
+            ValueError: if it is a directory of another kind.
         """
         refuse_directory(checkpoint_path)
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        is_sharded = sharded.is_sharded(checkpoint_path)
+        file = Path(checkpoint_path) / sharded.META if is_sharded else checkpoint_path
+        checkpoint: dict[str, Any] = super().load_checkpoint(file, weights_only)
+        if is_sharded:
+            assert self.lightning_module is not None
+            shards = sharded.Shards(checkpoint_path)
+            checkpoint["state_dict"] = shards.weights(self.lightning_module)
+            if states := shards.optimizers():
+                checkpoint["optimizer_states"] = states
         return checkpoint
 
     @override
@@ -115,14 +167,18 @@ class WholeStates(StreamedCheckpoints):
         """Load optimizer state where the parameters are: on the host."""
         # As plain Lightning does: a checkpoint may have states of fewer optimizers, or of none.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state if self._division is None else self._own_part(optimizer, state))
+            optimizer.load_state_dict(self._own_part(optimizer, state))
 
-    def _own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def _own_part(self, optimizer: Optimizer, state: dict[str, Any] | sharded.SavedState) -> dict[str, Any]:
         """What this node keeps of an optimizer's state."""
-        assert self._division is not None
+        parameters, division = parameters_of(optimizer), self._division
         others = {
-            number for number, parameter in enumerate(parameters_of(optimizer)) if not self._division.is_own(parameter)
+            number for number, each in enumerate(parameters) if division is not None and not division.is_own(each)
         }
+        if isinstance(state, sharded.SavedState):
+            return state.read(parameters, others, self.checkpoint_folder)
+        if not others:
+            return state
         return {**state, "state": {key: value for key, value in state["state"].items() if key not in others}}
 
     def _finish_update(self) -> None:
@@ -132,11 +188,11 @@ class WholeStates(StreamedCheckpoints):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state after the last step. All nodes come here: the first one has all of it, others their parts."""
+        """The optimizer's state after the last step, as far as this node writes it. All nodes come here."""
         self._refuse_torn()
         self._finish_update()
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        if self._division is not None and self._division.is_divided:
+        if self._division is not None and self._division.is_divided and not self._is_sharded:
             states = self._division.states(optimizer, folder=self.checkpoint_folder)
             # In the order of parameters, whichever node has had which.
             state["state"] = {number: found for number, (_, found) in enumerate(states) if found}

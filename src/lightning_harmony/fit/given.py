@@ -42,6 +42,19 @@ def refuse_sharded(plugin: Any) -> None:
         plugin = getattr(plugin, "checkpoint_io", None)
 
 
+def refuse_beside_shards(plugin: Any) -> None:
+    """Refuse plugins that would write a checkpoint where the strategy writes a sharded one itself.
+
+    Raises:
+        ValueError: naming the plugin and the way out.
+    """
+    if plugin is not None and type(plugin).__name__ != "TorchCheckpointIO":
+        raise ValueError(
+            f"{type(plugin).__name__} would not be used: HarmonyStrategy(state_dict_type='sharded') writes checkpoints "
+            "itself. Leave it out of Trainer(plugins=...), or take state_dict_type='full'"
+        )
+
+
 class GivenPlugins(Nodes):
     """A strategy that looks at its accelerator and its plugins when it is given them."""
 
@@ -80,6 +93,8 @@ class GivenPlugins(Nodes):
     @override
     def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
         refuse_sharded(plugin)
+        if self._settings.state_dict_type == "sharded":
+            refuse_beside_shards(plugin)
         compat.set_as_inherited(GivenPlugins, self, "checkpoint_io", plugin)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from typing_extensions import override
 from lightning_harmony.engine.nodes.division import Division
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.refusals import refuse_other_processes
+from lightning_harmony.setup.settings import Settings
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -25,7 +25,7 @@ class Nodes(_Base):
     """A strategy of one process on each node, to whose code all devices of that are one."""
 
     num_nodes: int = 1
-    timeout: timedelta
+    _settings: Settings
     _devices: list[torch.device]
     # Whether a backward that comes leaves gradients of this node alone: others are added to them before the node averages.
     _is_accumulating: bool = False
@@ -115,7 +115,7 @@ class Nodes(_Base):
         if self.is_distributed:
             # Gradients of layers that are swapped, and what Lightning sends beside tensors, are on the host.
             backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
-            compat.meet_other_processes(self.cluster_environment, backend, timeout=self.timeout)
+            compat.meet_other_processes(self.cluster_environment, backend, timeout=self._settings.timeout)
 
     # ---- what nodes have in common -------------------------------------------------------------------------------------
 

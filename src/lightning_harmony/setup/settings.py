@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +54,8 @@ class Settings:
     profile_cache: bool | Path
     offload_dir: Path | None
     cuda_graphs: bool
+    timeout: timedelta
+    state_dict_type: str
 
     @classmethod
     def of(
@@ -73,6 +76,8 @@ class Settings:
         profile_cache: bool | str | Path,
         offload_dir: str | Path | None,
         cuda_graphs: bool,
+        timeout: timedelta,
+        state_dict_type: str,
     ) -> Settings:
         """Check the arguments as they are given.
 
@@ -93,6 +98,9 @@ class Settings:
         _one_of("update_on", update_on, ("device", "host"))
         _one_of("loss_reduction", loss_reduction, ("mean", "sum", None))
         _one_of("parallel", parallel, ("pipeline", "data"))
+        _one_of("state_dict_type", state_dict_type, ("full", "sharded"))
+        if not isinstance(timeout, timedelta):
+            raise ValueError(f"HarmonyStrategy(timeout={timeout!r}): a datetime.timedelta is needed")
         if not isinstance(check_loss, bool):
             raise ValueError(f"HarmonyStrategy(check_loss={check_loss!r}): True or False is needed")
         if not isinstance(cuda_graphs, bool):
@@ -128,6 +136,8 @@ class Settings:
             profile_cache=_folder_or_switch(profile_cache),
             offload_dir=_offload_folder(offload_dir, update_on),
             cuda_graphs=cuda_graphs,
+            timeout=timeout,
+            state_dict_type=state_dict_type,
         )
 
     def capacities_of(self, num_devices: int) -> tuple[int | None, ...]:
