@@ -109,6 +109,39 @@ def test_nodes_train_as_with_ddp(start: Start, tmp_path: Path) -> None:
         torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0, msg=f"{name}: {{}}".format)
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+def test_a_fit_goes_on_on_another_number_of_nodes(before: int, after: int, start: Start, tmp_path: Path) -> None:
+    for what, nodes in (("save", before), ("resume", after)):
+        processes = start(what, nodes=nodes)
+        printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0] * nodes, "\n".join(printed)[-5000:]
+
+    def state(name: str) -> Any:
+        found = torch.load(tmp_path / f"{name}.ckpt", weights_only=False, map_location="cpu")
+        return {key: found[key] for key in ("state_dict", "optimizer_states", "epoch", "global_step")}
+
+    saved = state("full")
+    for kind in ("full", "sharded"):
+        torch.testing.assert_close(state(f"{kind}, {after}, 1"), saved, rtol=0, atol=0)
+    later, in_shards = (state(f"{kind}, {after}, 2") for kind in ("full", "sharded"))
+    torch.testing.assert_close(in_shards, later, rtol=0, atol=0)
+    assert later["global_step"] == 2 * saved["global_step"]
+    # Weights and optimizer state, which are four times as many bytes with the numbers of steps, are divided.
+    sizes = [(tmp_path / "sharded.ckpt" / f"__{node}_0.distcp").stat().st_size for node in range(before)]
+    assert len(list((tmp_path / "sharded.ckpt").iterdir())) == before + 2
+    assert max(sizes) < 1.2 * min(sizes)
+
+
+def test_where_a_node_cannot_write_all_end_and_the_checkpoint_before_stays(start: Start, tmp_path: Path) -> None:
+    processes = start("fail to save")
+    printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    assert all("OSError: [Errno 28] No space left on device" in each for each in printed)
+    assert all(process.returncode == 1 for process in processes)
+    assert [each.name for each in tmp_path.glob("last*")] == ["last.ckpt"]
+    names = sorted(each.name for each in (tmp_path / "last.ckpt").iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+
+
 def _update(name: str, *, is_swapped: bool) -> str:
     """When a case's weights are updated."""
     if not is_swapped:

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_harmony.strategy as harmony
@@ -245,7 +247,7 @@ CASES = {
     "seen by one": Case(Net, sees=(1,)),
     "watched": Case(Watched, ways=("swapped",)),
     "accumulated": Case(Net, accumulates=2),
-    "resumed": Case(Net, epochs=2, ways=("fits", "swapped", "with a disk")),
+    "resumed": Case(Net, epochs=2, ways=("fits", "swapped", "with a disk", "in shards")),
     "normalized": Case(Normalized, microbatches=1),
     "gathered": Case(Gathered, memory=("14KiB", None)),
     "early": Case(Early, microbatches=1, memory=(None, "23KiB")),
@@ -278,6 +280,8 @@ def train_epoch(case: Case, way: str, folder: Path, number_of_epoch: int) -> dic
         strategy = HarmonyStrategy(memory, number, profile_cache=False, timeout=timeout)
         if way == "with a disk":
             strategy = HarmonyStrategy(memory, number, profile_cache=False, offload_dir=folder)
+        if way == "in shards":
+            strategy = HarmonyStrategy(memory, number, profile_cache=False, state_dict_type="sharded")
     seen = Seen()
     trainer = pl.Trainer(
         strategy=strategy,
@@ -296,7 +300,7 @@ def train_epoch(case: Case, way: str, folder: Path, number_of_epoch: int) -> dic
     )
     module = case.kind()
     data = TensorDataset(torch.randn(4 * BATCH * trainer.num_nodes, WIDTH, generator=torch.Generator().manual_seed(3)))
-    path = folder / "last.ckpt"
+    path = folder / f"{way}.ckpt"
     loaders = DataLoader(data, BATCH // (number if is_plain else 1)), DataLoader(data, BATCH)
     try:
         trainer.fit(module, *loaders, ckpt_path=path if number_of_epoch > 1 else None)
@@ -309,7 +313,7 @@ def train_epoch(case: Case, way: str, folder: Path, number_of_epoch: int) -> dic
     rank = trainer.global_rank
     assert (trainer.world_size, trainer.node_rank, trainer.local_rank) == (trainer.num_nodes, rank, 0)
     report = getattr(trainer.strategy, "step_report", None)
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint = loaded(path)
     return {
         "weights": {name: value.cpu() for name, value in module.state_dict().items()},
         "optimizers": [state["state"] for state in checkpoint["optimizer_states"]],
@@ -324,6 +328,64 @@ def train_epoch(case: Case, way: str, folder: Path, number_of_epoch: int) -> dic
     }
 
 
+def loaded(path: Path) -> Any:
+    """A checkpoint of one file, or one made of shards."""
+    if path.is_file():
+        return torch.load(path, map_location="cpu", weights_only=True)
+    file = path.with_name(f"{path.name}.{os.environ['RANK']}")
+    dcp_to_torch_save(path, file)
+    checkpoint = torch.load(file, weights_only=True)
+    (groups,) = checkpoint["optimizer_0"]["param_groups"]
+    state = {groups["params"].index(name): each for name, each in checkpoint["optimizer_0"]["state"].items()}
+    return {"state_dict": checkpoint["model"], "optimizer_states": [{"state": dict(sorted(state.items()))}]}
+
+
+def fit(kind: str, folder: Path, epochs: int, start: str | None = None) -> pl.Trainer:
+    """Train with checkpoints of a kind, which may go on from another fit's; the trainer."""
+    strategy = HarmonyStrategy("14KiB", 2, profile_cache=False, state_dict_type=kind)  # type: ignore[arg-type]
+    if torch.cuda.is_available():
+        strategy, harmony.fits = HarmonyStrategy("1GiB", 2, profile_cache=False), lambda *args: False
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        devices=1,
+        num_nodes=int(os.environ["WORLD_SIZE"]),
+        max_epochs=epochs,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    data = TensorDataset(torch.randn(4 * BATCH * trainer.num_nodes, WIDTH, generator=torch.Generator().manual_seed(3)))
+    trainer.fit(Net(), DataLoader(data, BATCH), ckpt_path=start and folder / start)
+    return trainer
+
+
+def save(folder: Path) -> None:
+    """Save a checkpoint of each kind after the same training."""
+    for kind in ("full", "sharded"):
+        fit(kind, folder, 1).save_checkpoint(folder / f"{kind}.ckpt")
+
+
+def resume(folder: Path) -> None:
+    """Go on from each on another number of nodes, and save one file at once, and one after another epoch."""
+    for kind, epochs in product(("full", "sharded"), (1, 2)):
+        name = f"{kind}, {os.environ['WORLD_SIZE']}, {epochs}.ckpt"
+        fit("full", folder, epochs, f"{kind}.ckpt").save_checkpoint(folder / name)
+
+
+def fail_to_save(folder: Path) -> None:
+    """Save a checkpoint, and once more, when the second node's disk is full."""
+    trainer = fit("sharded", folder, 1)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    if trainer.global_rank == 1:
+        os.fsync = lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # type: ignore[assignment]
+    trainer.save_checkpoint(folder / "last.ckpt")
+
+
+SAVING = {"save": save, "resume": resume, "fail to save": fail_to_save}
+
+
 def main(folder: Path, names: Sequence[str]) -> None:
     """Run some cases in all ways, and leave what came of them in the folder."""
     torch.set_num_threads(1)
@@ -333,6 +395,9 @@ def main(folder: Path, names: Sequence[str]) -> None:
         | {"of three": UNEVEN, "under way": Case(BufferedUnderWay, microbatches=1, ways=("swapped",))}
     )
     found: dict[str, Any] = {}
+    if names[0] in SAVING:
+        SAVING[names[0]](folder)
+        return
     for name in names:
         ways = cases[name].ways if name in FAILING else ("ddp", *cases[name].ways)
         with suppress(ValueError) if cases[name].kind is GoingOn else nullcontext():
