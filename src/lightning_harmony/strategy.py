@@ -55,7 +55,7 @@ class StrategyMixin(WholeStates):
         device_memory: the capacity of each device, in bytes or as text such as "16GiB", or a list with that of each;
             None for what is free on it (on the CPU: no limit).
         num_microbatches: how many microbatches a batch is split into; None or "auto" for the fewest that fit, which the first
-            step finds: one, or twice as many as devices if there are several, and twice as many again until a step fits.
+            step finds; if layers are swapped between several devices, for twice as many as devices at least.
         microbatch_size: how many samples a microbatch has. Give at most one of the two.
         layers: the classes of the modules to schedule as layers, or a predicate on name and module; None to find them.
         update: when parameters are updated: "just-in-time", pack by pack in the backward; "deferred", after it, under the
@@ -72,15 +72,14 @@ class StrategyMixin(WholeStates):
         parallel: how several devices share the work: "pipeline", where packs go round the devices and microbatches from
             one to the next, or "data", where each device takes its share of the microbatches through all packs.
         compile_layers: whether to compile each layer, as `torch.compile` does; or the arguments to call it with.
-        plan: a plan of an earlier run, or a JSON file that holds one, to run by instead of planning. It tells the number of
-            microbatches, too, where that is not given.
+        plan: a plan of an earlier run, or its JSON file, to run by. It tells the number of microbatches where none is given.
         profile_cache: whether what was measured of a model is kept for later fits, whose first step is planned then; or the
             folder to keep it in. By default it is one below ``$XDG_CACHE_HOME`` or ``~/.cache``. Results do not depend on it.
         offload_dir: a folder on a fast disk, where optimizer state lives, and then weights do, that the host has no room for.
         cuda_graphs: whether layers are recorded as CUDA graphs on GPUs, so that their code runs once a step and no longer for
             each microbatch. Results have the same bits.
         timeout: how long a machine waits for others.
-        state_dict_type: whether a checkpoint is one file, with the "full" state, or a folder, "sharded" among machines.
+        state_dict_type: "full" for checkpoints of one file each, "sharded" for folders that all machines write to.
     """
 
     strategy_name = "harmony"

@@ -50,7 +50,8 @@ def bytes_by_parameter(optimizer: Optimizer, division: Division | None = None) -
         division: as of `expected_state_bytes`.
     """
     if optimizer.state:
-        return {parameter: _bytes_of(state) for parameter, state in optimizer.state.items()}
+        # An update that is under way may add to it meanwhile: a copy of a dictionary is made at once.
+        return {parameter: _bytes_of(state) for parameter, state in dict(optimizer.state).items()}
     found: dict[Any, int] = {}
     for group in optimizer.param_groups:
         copies = _copies(optimizer, group)

@@ -93,7 +93,7 @@ class PostponedUpdate:
                 event = queue.submit(partial(_update, queue, share, clip), urgency=Urgency(number))
                 events.update(dict.fromkeys(members, event))
         if divided is not None:
-            events = divided.share(events, self._queues[0].streamed.settle)
+            events = divided.share(events, self._queues[0].streamed.disk.settle)
         self._follow(optimizer, events, known)
         if waits:
             self.finish_parameters()

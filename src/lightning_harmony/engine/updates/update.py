@@ -306,7 +306,7 @@ class Updater:
         updated, self._updated = self._updated, {}
         optimizer = self._step.optimizer
         if optimizer is not None and self._divided is not None:
-            updated, self._divided = self._divided.share(updated, self.streamed.settle), None
+            updated, self._divided = self._divided.share(updated, self.streamed.disk.settle), None
             submitted += dict.fromkeys(updated.values())
         # Before anybody plans with what updates take, some have to be timed.
         if optimizer is not None and self._step.may_outlast and self.speeds.fastest.bytes_per_second is not None:
