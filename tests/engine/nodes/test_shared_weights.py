@@ -60,7 +60,7 @@ def test_weights_that_live_on_disk_are_sent_as_they_were_written(
     loan.there[0].fill_(1)
     loan.write_after(Happened())
     division: Any = node
-    events = DividedUpdate(division, [parameter]).share({parameter: Happened()}, streamed.settle)
+    events = DividedUpdate(division, [parameter]).share({parameter: Happened()}, streamed.disk.settle)
     assert not events[parameter].done()
     may_go_on.set()
     events[parameter].synchronize()

@@ -197,7 +197,7 @@ def test_weights_that_are_on_the_device_are_not_read_and_are_written(disk: DiskH
         share.masters.update({p: p.detach().clone() for p in weights})
         versions = [p._version for p in members]
         streamed.update(share)
-        streamed.settle()
+        streamed.disk.settle()
         assert same(plain, optimizer)
         assert disk.take_moved_bytes() == (0, disk.weight_bytes)
         # Who has kept a copy can tell that it is old.
