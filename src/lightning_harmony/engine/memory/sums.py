@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from lightning_harmony.engine.updates.norms import norms_of
 from lightning_harmony.plan.values.task import Errand
 
 
+@dataclass(eq=False, repr=False)
 class Sums:
     """The sums of gradients that packs have on one device.
 
@@ -30,13 +32,10 @@ class Sums:
         is_shared: whether several layers own a parameter.
     """
 
-    def __init__(
-        self, device: Device, pool: HostPool, traffic: Traffic, is_shared: Callable[[nn.Parameter], bool]
-    ) -> None:
-        self._device = device
-        self._pool = pool
-        self._traffic = traffic
-        self._is_shared = is_shared
+    _device: Device
+    _pool: HostPool
+    _traffic: Traffic
+    _is_shared: Callable[[nn.Parameter], bool]
 
     def accumulate(
         self,

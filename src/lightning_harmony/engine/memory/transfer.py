@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Task
 
 
+@dataclass(eq=False, repr=False)
 class Transfers:
     """Knows where tensors are, and copies them from device to device.
 
@@ -31,17 +33,10 @@ class Transfers:
         timing: called with where a copy comes from, where it goes and its bytes: the context of the copy itself.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        traffic: Traffic,
-        admit: Callable[[int, int], None],
-        timing: Callable[[Device, Device, int], AbstractContextManager[None]],
-    ) -> None:
-        self.devices = devices
-        self._traffic = traffic
-        self._admit = admit
-        self._timing = timing
+    devices: Sequence[Device]
+    _traffic: Traffic
+    _admit: Callable[[int, int], None]
+    _timing: Callable[[Device, Device, int], AbstractContextManager[None]]
 
     def home(self, tensor: Tensor) -> int | None:
         """The number of the device where a tensor is; None for one on a GPU machine's host."""

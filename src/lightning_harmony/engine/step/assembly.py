@@ -168,7 +168,7 @@ def assemble(
         recordings,
     )
     glue = Glue(places_of(model, list(in_order)), root.torch_device, runtime, compute_dtype)
-    granting = Granting(step, placement, preparation, sums, observer, recorder)
+    granting = Granting(step, residents, preparation, sums, observer, recorder)
     runner = MicrobatchRunner(step, lanes, placement, transfers, granting, preparation, runtime, glue, record.discard)
     intercepted = [InterceptedForward(layer, runtime, compile_options) for layer in swapped_layers]
     return Executor(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -41,6 +42,7 @@ from lightning_harmony.plan.values.plan import Plan, merge_calls
 from lightning_harmony.plan.values.task import Phase
 
 
+@dataclass(eq=False, repr=False)
 class Executor:
     """Runs the steps of a model whose layers are swapped.
 
@@ -72,32 +74,26 @@ class Executor:
         step_plan: by which it runs, or did.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        model: SwappedModel,
-        intercepted: Sequence[InterceptedForward],
-        store: HostStore,
-        pool: HostPool,
-        traffic: Traffic,
-        recorder: StepRecorder,
-        updater: Updater,
-        step: Step,
-        placement: Placement,
-        observer: Observer,
-        planner: Planner,
-        sums: GradientSums,
-        runtime: Runtime,
-        glue: Glue,
-        runner: MicrobatchRunner,
-        recordings: Recordings,
-    ) -> None:
-        self.devices, self.store, self.pool, self.traffic = devices, store, pool, traffic
-        self.recorder, self.updater, self.recordings = recorder, updater, recordings
-        self._model, self._intercepted = model, intercepted
-        self.step, self._placement, self._observer = step, placement, observer
-        self.planner, self._sums, self._runtime, self._glue, self._runner = planner, sums, runtime, glue, runner
-        self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
+    devices: Sequence[Device]
+    _model: SwappedModel
+    _intercepted: Sequence[InterceptedForward]
+    store: HostStore
+    pool: HostPool
+    traffic: Traffic
+    recorder: StepRecorder
+    updater: Updater
+    step: Step
+    _placement: Placement
+    _observer: Observer
+    planner: Planner
+    _sums: GradientSums
+    _runtime: Runtime
+    _glue: Glue
+    _runner: MicrobatchRunner
+    recordings: Recordings
+
+    def __post_init__(self) -> None:
+        self._cuda_devices = [d.torch_device.index for d in self.devices if isinstance(d.torch_device.index, int)]
         self.has_succeeded, self._num_elements, self._evaluated_elements = False, 0, -1
         self.step_plan = self.plan
 

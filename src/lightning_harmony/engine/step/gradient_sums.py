@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from lightning_harmony.plan.values.task import Errand, Task
 _SPARSE = frozenset((torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
 
+@dataclass(eq=False, repr=False)
 class GradientSums:
     """Adds gradients up, and hands a pack's sums over to its update when no further backward is expected.
 
@@ -41,24 +43,16 @@ class GradientSums:
             is not known before the end of it.
     """
 
-    def __init__(
-        self,
-        model: SwappedModel,
-        step: Step,
-        placement: Placement,
-        transfers: Transfers,
-        updater: Updater,
-        observer: Observer,
-        profiler: Profiler,
-    ) -> None:
+    _model: SwappedModel
+    _step: Step
+    _placement: Placement
+    _transfers: Transfers
+    _updater: Updater
+    _observer: Observer
+    _profiler: Profiler
+
+    def __post_init__(self) -> None:
         self.reentrant = False
-        self._model = model
-        self._step = step
-        self._placement = placement
-        self._transfers = transfers
-        self._updater = updater
-        self._observer = observer
-        self._profiler = profiler
         self.reset()
 
     def reset(self) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from lightning_harmony.engine.lanes.lane import CallerLane, Lane
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.engine.memory.agenda import Place
-from lightning_harmony.engine.memory.placement import Placement
+from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
@@ -15,33 +18,25 @@ from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.plan.values.task import Phase
 
 
+@dataclass(eq=False, repr=False)
 class Granting:
     """Gives the lanes of a step their turns, one at a time.
 
     Args:
         step: the step that runs.
-        placement: of its packs.
+        residents: of each device.
         preparation: makes these ready.
         sums: of gradients, which may be final after a turn.
         observer: of what turns take.
         recorder: notes when lanes compute.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        placement: Placement,
-        preparation: PackPreparation,
-        sums: GradientSums,
-        observer: Observer,
-        recorder: StepRecorder,
-    ) -> None:
-        self._step = step
-        self._residents = placement.residents
-        self._preparation = preparation
-        self._sums = sums
-        self._observer = observer
-        self._recorder = recorder
+    _step: Step
+    _residents: Sequence[Residents]
+    _preparation: PackPreparation
+    _sums: GradientSums
+    _observer: Observer
+    _recorder: StepRecorder
 
     def next(self, until: Phase, previous: Lane | None) -> Lane | None:
         """The lane whose turn it is, everything ready for it. Called in whichever lane has the baton.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,7 @@ from lightning_harmony.engine.step.swapped_model import SwappedModel
 from lightning_harmony.plan.values.task import Phase, Task
 
 
+@dataclass(eq=False, repr=False)
 class LoneCalls:
     """Swaps a pack in for one call, on the root device: between two calls anyone may change weights.
 
@@ -27,19 +29,13 @@ class LoneCalls:
         discard_record: discards the record that predicted something else than what happens; returns a word on it.
     """
 
-    def __init__(
-        self,
-        model: SwappedModel,
-        placement: Placement,
-        sums: GradientSums,
-        recorder: StepRecorder,
-        discard_record: Callable[[], str],
-    ) -> None:
-        self._model = model
-        self._placement = placement
-        self._sums = sums
-        self._recorder = recorder
-        self._discard_record = discard_record
+    _model: SwappedModel
+    _placement: Placement
+    _sums: GradientSums
+    _recorder: StepRecorder
+    _discard_record: Callable[[], str]
+
+    def __post_init__(self) -> None:
         # The backward that will flush its gradients, as autograd numbers them.
         self._flushing: int | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,6 +29,7 @@ from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.task import Phase
 
 
+@dataclass(eq=False, repr=False)
 class MicrobatchRunner:
     """Runs the microbatches of a step.
 
@@ -43,29 +45,19 @@ class MicrobatchRunner:
         discard_record: discards the record that predicted something else than what happens; returns a word on it.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        lanes: LanePool,
-        placement: Placement,
-        transfers: Transfers,
-        granting: Granting,
-        preparation: PackPreparation,
-        runtime: Runtime,
-        glue: Glue,
-        discard_record: Callable[[], str],
-    ) -> None:
+    _step: Step
+    _lanes: LanePool
+    _placement: Placement
+    _transfers: Transfers
+    _granting: Granting
+    _preparation: PackPreparation
+    _runtime: Runtime
+    _glue: Glue
+    _discard_record: Callable[[], str]
+
+    def __post_init__(self) -> None:
         self._is_running_here = False
-        self._step = step
-        self._lanes = lanes
-        self._placement = placement
-        self._transfers = transfers
-        self._devices = transfers.devices
-        self._granting = granting
-        self._preparation = preparation
-        self._runtime = runtime
-        self._glue = glue
-        self._discard_record = discard_record
+        self._devices = self._transfers.devices
         self.end()
 
     @property

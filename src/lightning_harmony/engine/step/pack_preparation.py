@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +27,7 @@ from lightning_harmony.plan.values.task import Phase, Task
 _NONE: frozenset[int] = frozenset()
 
 
+@dataclass(eq=False, repr=False)
 class PackPreparation:
     """Brings packs to the lanes that visit them.
 
@@ -40,24 +41,16 @@ class PackPreparation:
         compute_dtype: the type in which layers compute, whatever autocast does; None to go by autocast.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        placement: Placement,
-        observer: Observer,
-        profiler: Profiler,
-        traffic: Traffic,
-        recorder: StepRecorder,
-        compute_dtype: torch.dtype | None,
-    ) -> None:
-        self._step = step
-        self._placement = placement
-        self._observer = observer
-        self._profiler = profiler
-        self._traffic = traffic
-        self._recorder = recorder
-        self._compute_dtype = compute_dtype
-        self._root = placement.residents[0].device.torch_device
+    _step: Step
+    _placement: Placement
+    _observer: Observer
+    _profiler: Profiler
+    _traffic: Traffic
+    _recorder: StepRecorder
+    _compute_dtype: torch.dtype | None
+
+    def __post_init__(self) -> None:
+        self._root = self._placement.residents[0].device.torch_device
 
     def _refuse_forward_mode(self, layer: SwappedLayer) -> None:
         """The tangents of forward-mode derivatives are the process's: who ends a level ends it for all microbatches."""

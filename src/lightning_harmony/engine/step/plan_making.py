@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.origin import kind_of
@@ -19,6 +19,7 @@ from lightning_harmony.plan.values.profile import share_seconds
 CLEARLY_FASTER = 1.25
 
 
+@dataclass(eq=False, repr=False)
 class PlanMaker:
     """Makes the plans of a model. Layers and their calls are given by the layers' indices.
 
@@ -31,17 +32,14 @@ class PlanMaker:
         given: whose packs to use instead of deciding on them.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[SwappedLayer],
-        devices: Sequence[Device],
-        parallel: Parallel,
-        fingerprint: str,
-        measured: Measurements,
-        given: Plan | None,
-    ) -> None:
-        self._layers, self._devices, self._parallel = layers, devices, parallel
-        self._fingerprint, self._measured, self._given = fingerprint, measured, given
+    _layers: Sequence[SwappedLayer]
+    _devices: Sequence[Device]
+    _parallel: Parallel
+    _fingerprint: str
+    _measured: Measurements
+    _given: Plan | None
+
+    def __post_init__(self) -> None:
         self._kinds: dict[int, str] = {}
 
     def layer_by_layer(self, calls: Sequence[int]) -> Plan:

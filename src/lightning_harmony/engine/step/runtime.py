@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
 
 
+@dataclass(eq=False, repr=False)
 class Runtime:
     """Serves calls of layers and glue, each in the lane that asks.
 
@@ -54,31 +56,21 @@ class Runtime:
         recordings: of the work of layers.
     """
 
-    def __init__(
-        self,
-        model: SwappedModel,
-        step: Step,
-        placement: Placement,
-        preparation: PackPreparation,
-        lone_calls: LoneCalls,
-        sums: GradientSums,
-        transfers: Transfers,
-        observer: Observer,
-        surroundings: Surroundings,
-        recomputing: Callable[[], AbstractContextManager[Sequence[str]]],
-        recordings: Recordings,
-    ) -> None:
-        self._model, self._step, self._placement = model, step, placement
-        self._preparation = preparation
-        self._lone_calls = lone_calls
-        self._sums = sums
-        self._transfers = transfers
-        self._observer = observer
-        self._devices = transfers.devices
+    _model: SwappedModel
+    _step: Step
+    _placement: Placement
+    _preparation: PackPreparation
+    _lone_calls: LoneCalls
+    _sums: GradientSums
+    _transfers: Transfers
+    _observer: Observer
+    surroundings: Surroundings
+    recomputing: Callable[[], AbstractContextManager[Sequence[str]]]
+    _recordings: Recordings
+
+    def __post_init__(self) -> None:
+        self._devices = self._transfers.devices
         self.open_call = OpenCall(self.visit)
-        self.surroundings = surroundings
-        self.recomputing = recomputing
-        self._recordings = recordings
 
     def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
         """Wait for a layer's turn; within the context it resides on the device."""
