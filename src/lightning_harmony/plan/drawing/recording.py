@@ -4,26 +4,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from typing_extensions import override
+
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.simulate.replay import predict
-from lightning_harmony.plan.values.document import DocumentKind
+from lightning_harmony.plan.values.document import Document, DocumentKind
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import Prediction
 from lightning_harmony.plan.values.task import STREAM_OF, Phase
 
-# A reader of one version refuses all others: a step is quickly recorded anew.
-_KIND = DocumentKind(
-    "lightning-harmony recording",
-    3,
-    "recorded step",
-    "recording",
-    origin=". HarmonyMonitor(trace_step=...) writes one",
-    way_out=": record anew",
-)
-
 
 @dataclass(frozen=True)
-class Recording:
+class Recording(Document):
     """A step that was recorded.
 
     Attributes:
@@ -31,6 +23,16 @@ class Recording:
         measured: what it did, told as a prediction tells it.
         update: when parameters were updated, and why. What was deferred ran in the step that followed, or after this one.
     """
+
+    # A reader of one version refuses all others: a step is quickly recorded anew.
+    kind = DocumentKind(
+        "lightning-harmony recording",
+        3,
+        "recorded step",
+        "recording",
+        origin=". HarmonyMonitor(trace_step=...) writes one",
+        way_out=": record anew",
+    )
 
     plan: Plan
     measured: Prediction
@@ -52,20 +54,22 @@ class Recording:
             return "microbatches ran one after the other"
         return "the plan is so tight that a step makes room as it goes"
 
-    def to_json(self) -> str:
-        """The recording as JSON, which `from_json` reads."""
-        return _KIND.write(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Recording":
-        """Read what `to_json` wrote.
-
-        Raises:
-            PlanError: if it is something else, or contradicts itself.
-        """
-        recording = _KIND.read(text, cls)
-        _refuse_contradictions(recording)
-        return recording
+    @override
+    def refuse_contradictions(self) -> None:
+        """Refuse devices and packs that the plan has not, and spans that no step has."""
+        plan, devices = self.plan, self.measured.devices
+        if len(devices) != plan.num_devices:
+            raise PlanError(f"the recording is of {len(devices)} devices, its plan for {plan.num_devices}")
+        for number, device in enumerate(devices):
+            for span in device.spans:
+                if span.task.pack >= len(plan.packs):
+                    raise PlanError(f"{span.task} on device {number}: there is no pack {span.task.pack}")
+                if STREAM_OF.get(span.task.kind) != span.stream:
+                    raise PlanError(f"{span.task} on device {number} is on stream {span.stream!r}, where it never runs")
+                if span.start_seconds > span.end_seconds:
+                    raise PlanError(
+                        f"{span.task} on device {number} runs from {span.start_seconds} s to {span.end_seconds} s"
+                    )
 
 
 def read_recording(file: Path) -> Recording:
@@ -87,19 +91,3 @@ def _takes_turns(step: Prediction) -> bool:
         number for number, _ in groupby(span.task.microbatch for span in sorted(spans, key=lambda s: s.start_seconds))
     ]
     return len(order) > len(set(order))
-
-
-def _refuse_contradictions(recording: Recording) -> None:
-    plan, devices = recording.plan, recording.measured.devices
-    if len(devices) != plan.num_devices:
-        raise PlanError(f"the recording is of {len(devices)} devices, its plan for {plan.num_devices}")
-    for number, device in enumerate(devices):
-        for span in device.spans:
-            if span.task.pack >= len(plan.packs):
-                raise PlanError(f"{span.task} on device {number}: there is no pack {span.task.pack}")
-            if STREAM_OF.get(span.task.kind) != span.stream:
-                raise PlanError(f"{span.task} on device {number} is on stream {span.stream!r}, where it never runs")
-            if span.start_seconds > span.end_seconds:
-                raise PlanError(
-                    f"{span.task} on device {number} runs from {span.start_seconds} s to {span.end_seconds} s"
-                )

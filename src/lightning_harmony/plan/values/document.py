@@ -2,9 +2,10 @@
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from msgspec import Meta, ValidationError, convert, to_builtins
+from typing_extensions import Self
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.values.task import KINDS, Kind
@@ -39,29 +40,50 @@ class DocumentKind:
     origin: str = ""
     way_out: str = ""
 
-    def write(self, value: object) -> str:
-        """A dataclass as a document, which `read` reads."""
-        head = {"format": self.format, "version": self.version}
-        return json.dumps({**head, **to_builtins(value)}, indent=1)
 
-    def read(self, text: str, expected: type[T]) -> T:
-        """The dataclass that a document holds.
+class Document:
+    """A frozen dataclass that is written as JSON, and read back.
+
+    Attributes:
+        kind: what its text says that it is.
+    """
+
+    kind: ClassVar[DocumentKind]
+
+    def to_json(self) -> str:
+        """All of it as JSON, which `from_json` reads."""
+        head = {"format": self.kind.format, "version": self.kind.version}
+        return json.dumps({**head, **to_builtins(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote.
 
         Raises:
-            PlanError: if it is something else, or of another version.
+            PlanError: if it is something else, or of another version, or contradicts itself.
         """
+        kind = cls.kind
         try:
             data: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"this is not a {self.name}, for it is not JSON: {error}") from error
-        if not isinstance(data, dict) or data.pop("format", None) != self.format:
-            raise PlanError(f'this is not a {self.name}: it has no "format": "{self.format}"{self.origin}')
+            raise PlanError(f"this is not a {kind.name}, for it is not JSON: {error}") from error
+        if not isinstance(data, dict) or data.pop("format", None) != kind.format:
+            raise PlanError(f'this is not a {kind.name}: it has no "format": "{kind.format}"{kind.origin}')
         version = data.pop("version", None)
-        if version != self.version:
+        if version != kind.version:
             raise PlanError(
-                f"the {self.short_name} has version {version!r}, but this release reads version {self.version}{self.way_out}"
+                f"the {kind.short_name} has version {version!r}, but this release reads version {kind.version}{kind.way_out}"
             )
-        return decode(expected, data, self.short_name)
+        value = decode(cls, data, kind.short_name)
+        value.refuse_contradictions()
+        return value
+
+    def refuse_contradictions(self) -> None:
+        """Refuse what was read if its parts do not belong together.
+
+        Raises:
+            PlanError: naming what does not.
+        """
 
 
 def decode(expected: type[T], data: Any, name: str) -> T:

@@ -12,14 +12,11 @@ from math import inf
 from typing import Literal
 
 from lightning_harmony.plan.values.cost import Cost
-from lightning_harmony.plan.values.document import Count, DocumentKind, Seconds
+from lightning_harmony.plan.values.document import Count, Document, DocumentKind, Seconds
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.printed import Printed
 from lightning_harmony.plan.values.profile import Profile
 from lightning_harmony.plan.values.task import Phase
-
-# A reader of one version refuses all others: plans are quickly made anew.
-_KIND = DocumentKind("lightning-harmony plan", 11, "plan", "plan", way_out=": plan anew")
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ LOOKAHEAD = 2
 
 
 @dataclass(frozen=True)
-class Plan(Printed):
+class Plan(Printed, Document):
     """Packs, the order of their visits, and where they run.
 
     Attributes:
@@ -75,6 +72,9 @@ class Plan(Printed):
         profile: what it was made from, if that is known.
         predicted: what the step was predicted to take, if it was.
     """
+
+    # A reader of one version refuses all others: plans are quickly made anew.
+    kind = DocumentKind("lightning-harmony plan", 11, "plan", "plan", way_out=": plan anew")
 
     packs: tuple[tuple[str, ...], ...]
     visits: tuple[Count, ...]
@@ -164,19 +164,6 @@ class Plan(Printed):
         lines += [] if self.lookahead == LOOKAHEAD else [f"packs fetched ahead: {self.lookahead}"]
         lines += [f"predicted: {_text(self.predicted)}"] if self.predicted is not None else []
         return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """The plan as JSON, which `from_json` reads."""
-        return _KIND.write(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Plan":
-        """Read what `to_json` wrote.
-
-        Raises:
-            PlanError: if it is something else. Whether a step can run by it is told by `replay.refuse_invalid`.
-        """
-        return _KIND.read(text, cls)
 
     def keeps_graph(self, position: int) -> bool:
         """Whether the visit at a position of the forward keeps graphs for its backward, so that it stashes nothing."""

@@ -3,14 +3,13 @@
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.values.cost import Cost
-from lightning_harmony.plan.values.document import Count, DocumentKind
+from lightning_harmony.plan.values.document import Count, Document, DocumentKind
 from lightning_harmony.plan.values.line import on_line
 from lightning_harmony.plan.values.profile import DeviceLimits
-
-# A reader of one version refuses all others: a record is quickly made anew.
-_KIND = DocumentKind("lightning-harmony profile", 8, "profile", "profile")
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class NarrowWeights:
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(Document):
     """What was seen.
 
     Attributes:
@@ -66,6 +65,9 @@ class Record:
         sizes: what layers cost, the smallest microbatches first.
         machine: how fast copies and updates were. A capacity is not part of it.
     """
+
+    # A reader of one version refuses all others: a record is quickly made anew.
+    kind = DocumentKind("lightning-harmony profile", 8, "profile", "profile")
 
     origin: Origin
     calls: tuple[str, ...]
@@ -102,20 +104,18 @@ class Record:
         others = [size for size in self.sizes if size.num_elements != seen.num_elements]
         return replace(self, sizes=tuple(sorted([*others, seen], key=lambda size: size.num_elements)))
 
-    def to_json(self) -> str:
-        """The record as JSON, which `from_json` reads."""
-        return _KIND.write(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Record":
-        """Read what `to_json` wrote.
-
-        Raises:
-            PlanError: if it is something else, or contradicts itself.
-        """
-        record = _KIND.read(text, cls)
-        _refuse_contradictions(record)
-        return record
+    @override
+    def refuse_contradictions(self) -> None:
+        """Refuse sizes that do not grow or tell of other layers, and layers whose cost is not known."""
+        sizes = [size.num_elements for size in self.sizes]
+        if not sizes or sizes != sorted(set(sizes)):
+            raise PlanError(f"the sizes of a profile's microbatches have to grow, but are {sizes}")
+        names = [cost.name for cost in self.sizes[0].layers]
+        if len(set(names)) < len(names) or any([cost.name for cost in size.layers] != names for size in self.sizes):
+            raise PlanError("a profile has to tell of the same layers for each size of the microbatches, of each once")
+        strangers = sorted({*self.calls, *(narrow.layer for narrow in self.narrow)} - set(names))
+        if strangers:
+            raise PlanError(f"the profile does not say what layer {strangers[0]!r} costs")
 
 
 def _scaled(cost: Cost, factor: float) -> Cost:
@@ -131,15 +131,3 @@ def _scaled(cost: Cost, factor: float) -> Cost:
         optimizer_bytes=cost.optimizer_bytes,
     )
     return on_line(nothing, cost, factor)
-
-
-def _refuse_contradictions(record: Record) -> None:
-    sizes = [size.num_elements for size in record.sizes]
-    if not sizes or sizes != sorted(set(sizes)):
-        raise PlanError(f"the sizes of a profile's microbatches have to grow, but are {sizes}")
-    names = [cost.name for cost in record.sizes[0].layers]
-    if len(set(names)) < len(names) or any([cost.name for cost in size.layers] != names for size in record.sizes):
-        raise PlanError("a profile has to tell of the same layers for each size of the microbatches, of each once")
-    strangers = sorted({*record.calls, *(narrow.layer for narrow in record.narrow)} - set(names))
-    if strangers:
-        raise PlanError(f"the profile does not say what layer {strangers[0]!r} costs")
