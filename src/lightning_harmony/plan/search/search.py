@@ -35,9 +35,10 @@ from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.bound import least_seconds, runs_of, seconds_of_visits
 from lightning_harmony.plan.search.graphs import fusable_from, fused_alone, kept_on_devices
 from lightning_harmony.plan.search.packing import balanced, fill_capacity, filled, filled_from_end, has_room
+from lightning_harmony.plan.search.rules import packed
 from lightning_harmony.plan.simulate.replay import with_prediction
-from lightning_harmony.plan.values.cost import Cost, pack_cost
-from lightning_harmony.plan.values.plan import Parallel, Plan, visits_of
+from lightning_harmony.plan.values.cost import Cost
+from lightning_harmony.plan.values.plan import Parallel, Plan
 from lightning_harmony.plan.values.profile import Profile
 
 # 128 ways to cut them.
@@ -357,21 +358,11 @@ class Space:
 
     def _packed(self, starts: Sequence[int]) -> tuple[Plan, Sequence[Cost]]:
         """A plan with these packs, and a pack for each layer that isn't called."""
-        slices = self._slices(starts)
-        called = {cost.name for cost in self._layers}
-        slices += [[cost] for cost in self._profile.layers if cost.name not in called]
-        pack_of = {cost.name: number for number, pack in enumerate(slices) for cost in pack}
-        visits = visits_of([pack_of[self._profile.layers[call].name] for call in self._calls])
-        plan = Plan(
-            tuple(tuple(cost.name for cost in pack) for pack in slices),
-            visits,
-            len(visits),
-            num_devices=self._num_devices,
-            parallel=self._parallel,
-            num_microbatches=self._num_microbatches,
-            profile=self._profile,
-        )
-        return plan, [pack_cost(pack) for pack in slices]
+        names = [cost.name for cost in self._profile.layers]
+        packs = [[cost.name for cost in pack] for pack in self._slices(starts)]
+        plan = packed(packs, names, [names[call] for call in self._calls], self._num_devices, self._parallel)
+        plan = replace(plan, num_microbatches=self._num_microbatches, profile=self._profile)
+        return plan, self._profile.pack_costs(plan.packs)
 
     def _graphs(self, visits: Sequence[int], packs: Sequence[Cost]) -> Iterator[tuple[int, frozenset[int]]]:
         """From where packs are fused, and which of those before keep their graphs."""
