@@ -10,7 +10,7 @@ import pytest
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.deciding import decide
 from lightning_harmony.plan.search.device_updates import with_device_updates
-from lightning_harmony.plan.simulate.lowering import lasting_limits, lower
+from lightning_harmony.plan.simulate.lowering import lower, told
 from lightning_harmony.plan.simulate.replay import predict, replay
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost
@@ -121,7 +121,7 @@ def test_what_lasts_leaves_what_passes_its_memory() -> None:
         for capacity in (62, 53)
     )
     # No less than a pack's weights and gradients, and the weights of the next.
-    assert [lasting_limits(plan) for plan in (together, apart, scarce)] == [(None,), (26,), (24,)]
+    assert [told(plan)[0].lasting_bytes for plan in (together, apart, scarce)] == [None, 26, 24]
     assert predict(scarce).seconds >= predict(apart).seconds > predict(together).seconds
 
 
@@ -133,7 +133,7 @@ def test_what_leaves_in_great_amounts_does_not_keep_packs_from_coming_ahead() ->
     plan = replace(plan_of(6, machine=machine), num_microbatches=8, first_fused=6, device_updated=frozenset(range(6)))
     plan = replace(plan, profile=Profile(tuple(layers), machine))
     # The weights and gradients of a pack, what the updates of two use up, and the weights of the next.
-    assert lasting_limits(plan) == (8 + 8 + 2 * 16 + 8,)
+    assert told(plan)[0].lasting_bytes == 8 + 8 + 2 * 16 + 8
     # They used to come when the backward of the pack before had ended.
     spans = [span for span in predict(plan).devices[0].spans if span.task.kind is Phase.BACKWARD and span.task.pack < 3]
     assert all(before.end_seconds == after.start_seconds for before, after in pairwise(spans))
@@ -145,7 +145,7 @@ def test_weights_that_could_stay_leave_what_passes_its_memory() -> None:
     machine = replace(MACHINE, capacity_bytes=80, updates_in_place=False)
     together = replace(plan_of(8, machine=machine), profile=Profile(layers, machine))
     apart = replace(together, profile=Profile(layers, replace(machine, pools_apart=True)))
-    (limit,) = lasting_limits(apart)
+    limit = told(apart)[0].lasting_bytes
     assert limit is not None
 
     def most_weights(plan: Plan) -> int:

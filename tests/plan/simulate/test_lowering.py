@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_harmony.errors import PlanError
-from lightning_harmony.plan.simulate.lowering import lower, weight_moves
+from lightning_harmony.plan.simulate.lowering import lower, told
 from lightning_harmony.plan.simulate.order import stays
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import LOOKAHEAD, Plan
@@ -164,23 +164,23 @@ def test_what_the_executor_is_told_is_what_the_schedule_tells(
     planned: tuple[Plan, tuple[Cost, ...]], capacity: int | None
 ) -> None:
     plan, packs = planned
-    all_moves = weight_moves(with_profile(plan, packs, capacity))
-    assert weight_moves(plan) == ({},) * plan.num_devices
+    all_moves = [each.moves for each in told(with_profile(plan, packs, capacity))]
+    assert [each.moves for each in told(plan)] == [{}] * plan.num_devices
     if not plan.just_in_time:
-        assert all_moves == ({},) * plan.num_devices
+        assert all_moves == [{}] * plan.num_devices
         return
     for tasks, moves in zip(lower(plan, packs, capacity).devices, all_moves, strict=True):
-        told = [task for each in moves.values() for task in each]
+        moved = [task for each in moves.values() for task in each]
         of_weights = [task for task in tasks if task.kind in (Errand.SWAP_IN, Errand.EVICT)]
         # What is left at the end goes with the step.
-        assert of_weights[: len(told)] == told
-        assert all(task.kind is Errand.EVICT for task in of_weights[len(told) :])
+        assert of_weights[: len(moved)] == moved
+        assert all(task.kind is Errand.EVICT for task in of_weights[len(moved) :])
 
 
 def test_moves_are_made_where_lanes_come_to_a_pack() -> None:
     plan = with_profile(plan_of(3, 2, num_microbatches=2, lookahead=1), (Cost("pack", 10, 10),) * 3, 30)
-    (moves,) = weight_moves(plan)
-    assert {(phase.value, place): " ".join(map(str, each)) for (phase, place), each in moves.items()} == {
+    (of_device,) = told(plan)
+    assert {(phase.value, place): " ".join(map(str, each)) for (phase, place), each in of_device.moves.items()} == {
         ("F", 0): "0SWAP_IN 1SWAP_IN",
         ("F", 1): "2SWAP_IN",
         ("F", 2): "0EVICT",

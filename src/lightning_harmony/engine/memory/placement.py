@@ -14,7 +14,7 @@ from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
-from lightning_harmony.plan.simulate.lowering import lasting_limits, weight_moves
+from lightning_harmony.plan.simulate.lowering import told
 from lightning_harmony.plan.simulate.order import owner
 from lightning_harmony.plan.values.plan import Plan
 
@@ -87,13 +87,14 @@ class Placement:
 
     def use(self, plan: Plan, layers: Sequence[SwappedLayer]) -> None:
         """Place these layers by a plan from now on."""
-        self.plan, self._limits = plan, lasting_limits(plan)
+        self.plan, of_devices = plan, told(plan)
+        self._limits = [each.lasting_bytes for each in of_devices]
         by_name = {layer.name: layer for layer in layers}
         packs = [[by_name[name] for name in pack] for pack in plan.packs]
         # Anew even where they are the same: their weights may be narrow by now.
-        for residents, moves in zip(self.residents, weight_moves(plan), strict=True):
+        for residents, each in zip(self.residents, of_devices, strict=True):
             residents.packs = [SwappedPack(index, layers, self._store) for index, layers in enumerate(packs)]
-            residents.agenda.use(plan, moves)
+            residents.agenda.use(plan, each.moves)
         self.pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
         having: dict[BufferKey, list[int]] = defaultdict(list)
         for pack in self.packs:

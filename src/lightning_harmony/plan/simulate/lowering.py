@@ -6,6 +6,7 @@ does as told here: what it finds on a device in the middle of a step depends on 
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from lightning_harmony.plan.simulate.computing import Computing, Held
 from lightning_harmony.plan.simulate.fetching import Residence, fetch_ahead
@@ -22,32 +23,27 @@ STAYS_OF_UPDATES = 2
 Moves = Mapping[tuple[Phase, int], Sequence[Task]]
 
 
-def weight_moves(plan: Plan) -> tuple[Moves, ...]:
-    """The swap-ins and evictions of weights on each device.
+class Told(NamedTuple):
+    """What a plan tells of one device, before a step begins.
 
-    There are none where a plan doesn't know what its layers cost, and none where nothing is left to be decided, as each visit
-    brings its pack and takes it away.
-
-    Args:
-        plan: the plan.
+    Attributes:
+        moves: the swap-ins and evictions of weights. There are none where the plan doesn't know what its layers cost, and none
+            where nothing is left to be decided, as each visit brings its pack and takes it away.
+        lasting_bytes: what weights and sums of gradients may take, so that what passes finds the memory that it had before;
+            None for no limit, as where memory is not kept apart.
     """
+
+    moves: Moves
+    lasting_bytes: int | None
+
+
+def told(plan: Plan) -> list[Told]:
+    """What a plan tells of each device."""
     if plan.profile is None or not plan.just_in_time:
-        return ({},) * plan.num_devices
-    packs = plan.profile.pack_costs(plan.packs)
-    machine = plan.profile.machine
-    return tuple(each.moves for each in _lowerings(plan, packs, machine.free_bytes, apart=machine.pools_apart))
-
-
-def lasting_limits(plan: Plan) -> tuple[int | None, ...]:
-    """What weights and sums of gradients may take on each device, so that what passes finds the memory that it had before.
-
-    Args:
-        plan: the plan. There is no limit where it doesn't know what its layers cost, or where memory is not kept apart.
-    """
-    if plan.profile is None or not plan.just_in_time or not plan.profile.machine.pools_apart:
-        return (None,) * plan.num_devices
-    packs = plan.profile.pack_costs(plan.packs)
-    return tuple(each.lasting_bytes for each in _lowerings(plan, packs, plan.profile.machine.free_bytes, apart=True))
+        return [Told({}, None)] * plan.num_devices
+    machine, packs = plan.profile.machine, plan.profile.pack_costs(plan.packs)
+    lowered = _lowerings(plan, packs, machine.free_bytes, apart=machine.pools_apart)
+    return [Told(each.moves, each.lasting_bytes if machine.pools_apart else None) for each in lowered]
 
 
 def lower(
@@ -94,7 +90,7 @@ class _Lowering:
 
     Attributes:
         tasks: all of them, in order.
-        moves: those that `weight_moves` tells, by the place before which they come.
+        moves: those of weights, by the place before which they come.
         most_passing_bytes: what all but weights and sums of gradients take at most.
     """
 
