@@ -23,7 +23,7 @@ PLAN = Plan(names(3), (0, 1, 2), 2, num_microbatches=2, fingerprint="same")
 
 def refusal(plan: Plan, *, capacity: int | None = None, fingerprint: str = "same") -> str:
     with pytest.raises(PlanError) as refused:
-        refuse_unfit(plan, LAYERS, ["layer 0.weight"], fingerprint, capacity)
+        refuse_unfit(plan, LAYERS, ["layer 0.weight"], fingerprint, [capacity], "pipeline")
     return str(refused.value)
 
 
@@ -135,11 +135,18 @@ def predicted(plan: Plan) -> Plan:
 
 class TestRefuseUnfit:
     def test_what_fits_passes(self) -> None:
-        refuse_unfit(PLAN, LAYERS, [], "same", None)
-        refuse_unfit(replace(PLAN, fingerprint=""), LAYERS, [], "same", 20)
+        refuse_unfit(PLAN, LAYERS, [], "same", [None], "pipeline")
+        refuse_unfit(replace(PLAN, fingerprint=""), LAYERS, [], "same", [20], "pipeline")
 
     def test_a_parameter_that_glue_used_may_be_packed(self) -> None:
-        refuse_unfit(replace(PLAN, packs=(*PLAN.packs, ("layer 0.weight",))), LAYERS, ["layer 0.weight"], "same", None)
+        refuse_unfit(
+            replace(PLAN, packs=(*PLAN.packs, ("layer 0.weight",))),
+            LAYERS,
+            ["layer 0.weight"],
+            "same",
+            [None],
+            "pipeline",
+        )
 
     def test_a_layer_that_the_model_has_not_is_named(self) -> None:
         other = replace(PLAN, packs=(("layer 0",), ("layer 1", "other"), ("layer 2",)))
@@ -166,8 +173,8 @@ class TestRefuseUnfit:
         layers = tuple(replace(cost, graph_bytes=30) for cost in LAYERS)
         plan = replace(PLAN, kept=frozenset({1}), profile=Profile(layers, DeviceLimits(200)))
         plan = replace(plan, predicted=Predicted(1.0, predict(plan).peak_bytes))
-        refuse_unfit(plan, LAYERS, [], "same", 200)
-        refuse_unfit(plan, LAYERS, [], "same", None)
+        refuse_unfit(plan, LAYERS, [], "same", [200], "pipeline")
+        refuse_unfit(plan, LAYERS, [], "same", [None], "pipeline")
         text = refusal(plan, capacity=60)
         assert "the plan does not fit the capacity of 60 B; where it was made it took" in text
         assert ">" in text.splitlines()[-1]

@@ -35,7 +35,6 @@ from lightning_harmony.engine.model.parameter_places import places_of
 from lightning_harmony.engine.step.device_surroundings import DeviceSurroundings
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.fit_record import FitRecord
-from lightning_harmony.engine.step.given_plan import check_given
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.granting import Granting
 from lightning_harmony.engine.step.lone_calls import LoneCalls
@@ -43,7 +42,7 @@ from lightning_harmony.engine.step.measurements import Measurements
 from lightning_harmony.engine.step.microbatch_runner import MicrobatchRunner
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
-from lightning_harmony.engine.step.plan_making import PlanMaker
+from lightning_harmony.engine.step.plan_making import PlanMaker, check_given
 from lightning_harmony.engine.step.planning import Planner
 from lightning_harmony.engine.step.runtime import Runtime
 from lightning_harmony.engine.step.shortage import refuse_too_large

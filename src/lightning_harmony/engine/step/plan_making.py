@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.origin import kind_of
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.step.measurements import Measurements
+from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.plan.search.deciding import decide, improved, with_costs, with_homes
+from lightning_harmony.plan.search.given import refuse_unfit
 from lightning_harmony.plan.search.rules import Packs, fitting_packs, packed, with_graphs
 from lightning_harmony.plan.values.cost import Cost
-from lightning_harmony.plan.values.plan import Parallel, Plan
+from lightning_harmony.plan.values.plan import Parallel, Plan, fingerprint
 from lightning_harmony.plan.values.profile import share_seconds
 
 # How many times as fast as before updates or layers have to be for a plan to be looked at again.
@@ -137,3 +139,38 @@ def _is_clearly_faster(plan: Plan, other: Plan) -> bool:
     """Whether a plan is predicted to be."""
     ours, theirs = plan.predicted, other.predicted
     return ours is not None and theirs is not None and theirs.seconds > CLEARLY_FASTER * ours.seconds
+
+
+def check_given(
+    given: Plan | None,
+    layers: Sequence[SwappedLayer],
+    parameters: Collection[str],
+    devices: Sequence[Device],
+    parallel: Parallel,
+) -> str:
+    """The fingerprint of a model, which a given plan has to be for.
+
+    Args:
+        given: the plan, if any.
+        layers: of the model.
+        parameters: the names of its parameters.
+        devices: where it runs.
+        parallel: how packs are placed there.
+
+    Raises:
+        PlanError: if the plan is for another model, for other devices or for a larger capacity.
+    """
+    found = fingerprint((layer.name, [p.shape for p in layer.parameters]) for layer in layers)
+    if given is not None:
+        capacities = [device.capacity_bytes for device in devices]
+        refuse_unfit(given, list(map(_known_cost, layers)), parameters, found, capacities, parallel)
+    return found
+
+
+def _known_cost(layer: SwappedLayer) -> Cost:
+    """What is known of a layer before it runs: its state."""
+    weights, gradients = (
+        sum(map(num_bytes_of, parameters))
+        for parameters in (layer.parameters, [p for p in layer.parameters if p.requires_grad])
+    )
+    return Cost(layer.name, weights, gradients)

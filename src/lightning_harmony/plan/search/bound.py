@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_harmony.plan.simulate.order import owner
+from lightning_harmony.plan.simulate.replay_state import seconds_of
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.profile import DeviceLimits
@@ -24,14 +25,14 @@ def least_seconds(plan: Plan, packs: Sequence[Cost], machine: DeviceLimits) -> f
     forward, backward = seconds_of_visits(plan, packs)
     stay = plan.device_updated
     first = visited[0]
-    way_in = _seconds(first.copied_bytes, machine.swap_in_bytes_per_second)
-    way_out = _seconds(first.gradient_bytes, machine.update_bytes_per_second)
+    way_in = seconds_of(first.copied_bytes, machine.swap_in_bytes_per_second)
+    way_out = seconds_of(first.gradient_bytes, machine.update_bytes_per_second)
     if plan.visits[0] not in stay:
-        way_out += _seconds(first.gradient_bytes, machine.swap_out_bytes_per_second)
+        way_out += seconds_of(first.gradient_bytes, machine.swap_out_bytes_per_second)
     updated = [0] * plan.num_devices
     for pack in set(plan.visits):
         updated[owner(plan, pack)] += packs[pack].gradient_bytes
-    bounds = [_seconds(max(updated), machine.update_bytes_per_second)]
+    bounds = [seconds_of(max(updated), machine.update_bytes_per_second)]
     for runs in runs_of(plan):
         if not runs:
             continue
@@ -48,9 +49,9 @@ def least_seconds(plan: Plan, packs: Sequence[Cost], machine: DeviceLimits) -> f
         sent = sum(packs[pack].gradient_bytes for pack in alone - plan.spread - stay)
         bounds += [
             way_in + around + computing + way_out,
-            _seconds(_swapped_in_bytes(here, machine), machine.swap_in_bytes_per_second),
-            _seconds(stashed, machine.swap_in_bytes_per_second),
-            _seconds(stashed + sent, machine.swap_out_bytes_per_second),
+            seconds_of(_swapped_in_bytes(here, machine), machine.swap_in_bytes_per_second),
+            seconds_of(stashed, machine.swap_in_bytes_per_second),
+            seconds_of(stashed + sent, machine.swap_out_bytes_per_second),
         ]
     return max(bounds)
 
@@ -84,7 +85,3 @@ def _swapped_in_bytes(packs: Sequence[Cost], machine: DeviceLimits) -> float:
     gone = sum(cost.weight_bytes for cost in packs) - machine.free_bytes
     rate = min((cost.copied_bytes / cost.weight_bytes for cost in packs if cost.weight_bytes), default=0.0)
     return once + max(gone, 0) * rate
-
-
-def _seconds(num_bytes: float, bytes_per_second: float | None) -> float:
-    return num_bytes / bytes_per_second if bytes_per_second else 0.0

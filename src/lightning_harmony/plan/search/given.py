@@ -6,11 +6,12 @@ from itertools import chain
 from pathlib import Path
 
 from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.search.packing import smallest
 from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.simulate.validity import refuse_invalid
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.memory_size import format_bytes
-from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.plan.values.plan import Parallel, Plan
 
 
 def read_plan(given: Plan | str | Path) -> Plan:
@@ -32,20 +33,33 @@ def read_plan(given: Plan | str | Path) -> Plan:
 
 
 def refuse_unfit(
-    plan: Plan, layers: Sequence[Cost], parameters: Collection[str], fingerprint: str, capacity_bytes: int | None
+    plan: Plan,
+    layers: Sequence[Cost],
+    parameters: Collection[str],
+    fingerprint: str,
+    capacities: Sequence[int | None],
+    parallel: Parallel,
 ) -> None:
-    """Refuse a plan that this model cannot be run by.
+    """Refuse a plan that this model cannot be run by on these devices.
 
     Args:
         plan: the plan.
         layers: the layers of the model, with what is known of their costs.
         parameters: the names of its parameters: those that the code between layers uses are packed, too.
         fingerprint: of the model.
-        capacity_bytes: what a device may hold; None for no limit.
+        capacities: of each device; None for no limit.
+        parallel: how packs are placed on the devices.
 
     Raises:
         PlanError: with the first difference, or what does not fit.
     """
+    number, capacity_bytes = len(capacities), smallest(capacities)
+    if plan.num_devices != number or (number > 1 and plan.parallel != parallel):
+        raise PlanError(
+            f"HarmonyStrategy(plan=...): the plan is for {plan.num_devices} devices ({plan.parallel}), not for {number} "
+            f"({parallel}): use Trainer(devices=...) and HarmonyStrategy(parallel=...) as it was made with, or "
+            "leave plan= out to plan anew"
+        )
     _refuse_other_model(plan, [cost.name for cost in layers], parameters, fingerprint)
     if capacity_bytes is None:
         return

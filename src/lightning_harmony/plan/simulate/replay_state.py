@@ -105,7 +105,7 @@ class NotYetError(Exception):
 Handler = Callable[[Device, int, int], None]
 
 
-def seconds_of(num_bytes: int, bytes_per_second: float | None) -> float:
+def seconds_of(num_bytes: float, bytes_per_second: float | None) -> float:
     """How long a copy or an update takes."""
     return num_bytes / bytes_per_second if bytes_per_second else 0.0
 
