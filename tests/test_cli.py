@@ -13,11 +13,9 @@ from lightning_harmony.plan.drawing.page import summary, to_html
 from lightning_harmony.plan.drawing.recording import Recording
 from lightning_harmony.plan.drawing.trace import to_trace
 from lightning_harmony.plan.simulate.replay import predict
-from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.machine import read_machine
 from lightning_harmony.plan.values.profile import DeviceLimits, Profile
-from lightning_harmony.plan.values.task import Task
-from support.plans import STEP, STEP_LAYERS
+from support.plans import STEP, STEP_LAYERS, parse_schedule, parse_task
 
 pytestmark = pytest.mark.cpu
 
@@ -67,8 +65,8 @@ class TestPlan:
     def test_prints_the_tasks_when_asked(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["plan", str(file), "--grid"])
         grid = capsys.readouterr().out.partition("device 0 |")[2]
-        assert Schedule.parse(f"device 0 |{grid}").devices[0][:3] == tuple(
-            map(Task.parse, ["0SWAP_IN", "1SWAP_IN", "0F0"])
+        assert parse_schedule(f"device 0 |{grid}").devices[0][:3] == tuple(
+            map(parse_task, ["0SWAP_IN", "1SWAP_IN", "0F0"])
         )
 
     def test_writes_what_is_asked_for_and_says_so(

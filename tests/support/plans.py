@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted, visits_of
 from lightning_harmony.plan.values.profile import DeviceLimits, Profile
-from lightning_harmony.plan.values.task import Errand, Phase, Task
+from lightning_harmony.plan.values.task import KINDS, Errand, Phase, Task
 
 small = st.integers(0, 9)
 seconds = st.integers(0, 4).map(float)
@@ -48,6 +49,22 @@ STEP = Plan(
     num_microbatches=2,
     profile=Profile(STEP_LAYERS, STEP_MACHINE),
 )
+
+
+def parse_task(text: str) -> Task:
+    """What prints so."""
+    match = re.fullmatch(r"([0-9]+)([A-Z_]+)([0-9]*)", text)
+    assert match is not None, text
+    return Task(int(match[1]), KINDS[match[2]], int(match[3]) if match[3] else None)
+
+
+def parse_schedule(grid: str) -> Schedule:
+    """What prints as this grid."""
+    devices: defaultdict[str, list[Task]] = defaultdict(list)
+    for line in filter(str.strip, grid.splitlines()):
+        name, _, cells = line.partition("|")
+        devices[name] += [parse_task(cell) for cell in cells.split() if cell != "."]
+    return Schedule(tuple(map(tuple, devices.values())))
 
 
 def names(num_packs: int) -> tuple[tuple[str, ...], ...]:

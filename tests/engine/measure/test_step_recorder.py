@@ -20,6 +20,7 @@ from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import Span
 from lightning_harmony.plan.values.task import Errand, Phase, Task
 from support.clocks import set_clock
+from support.plans import parse_task
 
 PLAN = Plan((("0",), ("1",)), (0, 1), 2, num_microbatches=2)
 
@@ -96,7 +97,7 @@ class Run:
 
     def compute(self, until: float, task: str = "0F0", device: int = 0) -> None:
         """A turn from now on."""
-        parsed = Task.parse(task)
+        parsed = parse_task(task)
         self.recorder.enter(device, parsed, self.packs[parsed.pack])
         with self.recorder.computing(self.devices[device]) if len(self.devices) > 1 else torch.no_grad():
             self.clock.now = until
@@ -189,11 +190,11 @@ class TestRecording:
         assert recorder.recording is not None
         (done,) = recorder.recording.measured.devices
         assert done.spans == (
-            Span(Task.parse("0SWAP_IN"), "swap-in", 0.0, 1.0),
-            Span(Task.parse("0F0"), "compute", 1.0, 3.0),
-            Span(Task.parse("0STASH_OUT0"), "swap-out", 3.0, 4.0),
-            Span(Task.parse("1SWAP_OUT"), "swap-out", 4.0, 5.0),
-            Span(Task.parse("1U"), "update", 5.0, 6.0),
+            Span(parse_task("0SWAP_IN"), "swap-in", 0.0, 1.0),
+            Span(parse_task("0F0"), "compute", 1.0, 3.0),
+            Span(parse_task("0STASH_OUT0"), "swap-out", 3.0, 4.0),
+            Span(parse_task("1SWAP_OUT"), "swap-out", 4.0, 5.0),
+            Span(parse_task("1U"), "update", 5.0, 6.0),
         )
         assert done.memory == ((1.0, 300), (3.0, 100))
         assert (done.peak_bytes, done.compute_seconds) == (300, 2.0)

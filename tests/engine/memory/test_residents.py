@@ -28,6 +28,7 @@ from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Errand, Phase, Task
+from support.plans import parse_task
 from support.queues import queues_of
 
 NUM_PACKS = 5
@@ -237,7 +238,7 @@ class TestMoves:
     def follow(self, model: Model, *moves: str, lookahead: int = 2) -> Place:
         place = model.forward(1)
         agenda = model.residents.agenda
-        told = {(place.phase, place.position): [Task.parse(move) for move in moves]}
+        told = {(place.phase, place.position): [parse_task(move) for move in moves]}
         agenda.use(replace(agenda.plan, lookahead=lookahead), told)
         return place
 

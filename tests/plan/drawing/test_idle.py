@@ -13,12 +13,12 @@ from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction, Span
 from lightning_harmony.plan.values.profile import DeviceLimits
-from lightning_harmony.plan.values.task import STREAM_OF, Task
-from support.plans import machines, plans
+from lightning_harmony.plan.values.task import STREAM_OF
+from support.plans import machines, parse_task, plans
 
 
 def step_of(seconds: float, *spans: tuple[str, float, float], num_devices: int = 1) -> Prediction:
-    tasks = [(Task.parse(name), start, end) for name, start, end in spans]
+    tasks = [(parse_task(name), start, end) for name, start, end in spans]
     made = tuple(Span(task, STREAM_OF[task.kind], start, end) for task, start, end in tasks)
     return Prediction(seconds, (DevicePrediction(made, 0, 0, (), 0.0, {}, {}, 0),) * num_devices)
 

@@ -12,12 +12,11 @@ from lightning_harmony.plan.search.deciding import decide
 from lightning_harmony.plan.search.device_updates import with_device_updates
 from lightning_harmony.plan.simulate.lowering import lower, told
 from lightning_harmony.plan.simulate.replay import predict, replay
-from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
 from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 from lightning_harmony.plan.values.task import Errand, Phase
-from support.plans import names
+from support.plans import names, parse_schedule
 
 # Weights and gradients 8, of which 8 cross the bus; 1 s forward, 3 s backward.
 PACK = Cost("pack", 8, 8, copied_bytes=8, forward_seconds=1.0, backward_seconds=3.0)
@@ -248,7 +247,7 @@ def test_what_breaks_a_rule_is_refused_by_name(before: str, after: str, problem:
     tasks = " ".join(map(str, lower(plan, packs, None).devices[0]))
     assert before in tasks
     with pytest.raises(PlanError, match=problem):
-        replay(plan, Schedule.parse(f"device 0 | {tasks.replace(before, after, 1)}"), packs, MACHINE)
+        replay(plan, parse_schedule(f"device 0 | {tasks.replace(before, after, 1)}"), packs, MACHINE)
 
 
 @pytest.mark.parametrize(

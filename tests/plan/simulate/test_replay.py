@@ -19,7 +19,7 @@ from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 from lightning_harmony.plan.values.task import Errand, Task
-from support.plans import CannotRun, compute, machines, names, plans
+from support.plans import CannotRun, compute, machines, names, parse_schedule, plans
 
 # Weights 10 (of which 20 cross the bus), gradients 8, work 3 and 5, graph 6, input 2, stash 4; 1 s forward, 2 s backward.
 PACK = Cost("pack", 10, 8, 3, 5, 6, 20, 2, 4, 1.0, 2.0, 1.0)
@@ -33,7 +33,7 @@ def chain(num_packs: int, first_fused: int, num_microbatches: int, **more: objec
 
 
 def grid(*lines: str) -> Schedule:
-    return Schedule.parse("\n".join(f"device {number} | {line}" for number, line in enumerate(lines)))
+    return parse_schedule("\n".join(f"device {number} | {line}" for number, line in enumerate(lines)))
 
 
 TWO = chain(2, 1, 1)

@@ -1,4 +1,4 @@
-"""The schedule: the tasks of each device, in order. It prints as a grid, which reads back."""
+"""The schedule: the tasks of each device, in order. It prints as a grid."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -59,21 +59,3 @@ class Schedule:
         tasks = self.devices[device]
         text = str(tasks[place]) if place < len(tasks) else "." if not is_marked else "end"
         return f">{text}<" if is_marked else text
-
-    @classmethod
-    def parse(cls, text: str) -> "Schedule":
-        """Read a whole grid.
-
-        Raises:
-            ValueError: if it isn't one.
-        """
-        devices: dict[int, list[Task]] = {}
-        for line in filter(str.strip, text.splitlines()):
-            head, bar, cells = line.partition("|")
-            words = head.split()
-            if not bar or len(words) != 2 or words[0] != "device" or not words[1].isdecimal():
-                raise ValueError(f"{line!r} is not a line of a grid: expected 'device <number> | <task> ...'")
-            devices.setdefault(int(words[1]), []).extend(Task.parse(cell) for cell in cells.split() if cell != ".")
-        if sorted(devices) != list(range(len(devices))):
-            raise ValueError(f"a grid has the devices 0 to {len(devices) - 1}, not {sorted(devices)}")
-        return cls(tuple(tuple(devices[device]) for device in sorted(devices)))

@@ -1,6 +1,5 @@
 """A task: the smallest thing that a plan orders, and the stream that it runs on."""
 
-import re
 from enum import Enum
 from typing import NamedTuple
 
@@ -51,15 +50,12 @@ class Errand(Kind, Enum):
 
 
 KINDS: dict[str, Kind] = {kind.value: kind for kinds in (Phase, Errand) for kind in kinds}
-_WITHOUT_NUMBER = frozenset({Errand.SWAP_IN, Errand.EVICT, Errand.SWAP_OUT, Errand.PARK, Errand.UPDATE})
-_TASK = re.compile(r"([0-9]+)([A-Z_]+)([0-9]*)")
 
 
 class Task(NamedTuple):
     """What is done to one pack, and for which microbatch.
 
-    Prints as ``3F0`` (pack 3, forward, microbatch 0) or, where all microbatches share it, as ``3SWAP_IN``; `parse` reads
-    that back.
+    Prints as ``3F0`` (pack 3, forward, microbatch 0) or, where all microbatches share it, as ``3SWAP_IN``.
 
     Attributes:
         pack: its index.
@@ -73,22 +69,6 @@ class Task(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.pack}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Task":
-        """Read a task as `str` prints it.
-
-        Raises:
-            ValueError: if ``text`` is not a task.
-        """
-        match = _TASK.fullmatch(text)
-        kind = KINDS.get(match[2]) if match is not None else None
-        if match is None or kind is None or (kind in _WITHOUT_NUMBER) == bool(match[3]):
-            raise ValueError(
-                f"{text!r} is not a task: expected <pack><{'|'.join(KINDS)}><microbatch>, as in '3F0', where "
-                f"{', '.join(name for name, kind in KINDS.items() if kind in _WITHOUT_NUMBER)} have no microbatch"
-            )
-        return cls(int(match[1]), kind, int(match[3]) if match[3] else None)
 
 
 COMPUTE, UPDATE = "compute", "update"
