@@ -86,6 +86,11 @@ class Model:
     def backward(self, pack: int) -> Place:
         return Place(self.residents.packs[pack], Phase.BACKWARD, NUM_PACKS - 1 - pack)
 
+    def keep_graph(self, pack: int, call: Call) -> None:
+        residency = self.residents.packs[pack].residency
+        assert residency is not None
+        residency.graphs.add(call)
+
     def resident(self) -> set[int]:
         return {pack.index for pack in self.residents.packs if pack.residency is not None}
 
@@ -198,7 +203,7 @@ def test_an_evicted_pack_takes_the_graphs_of_its_calls_along(model: Model) -> No
     calls = [Call(), Call()]
     for index, call in enumerate(calls):
         model.residents.bring(model.forward(index), 0)
-        model.residents.graphs.keep(model.residents.packs[index], call)
+        model.keep_graph(index, call)
     model.residents.evict_all_but(model.residents.packs[1])
     assert [call.has_graph for call in calls] == [False, True]
     assert model.resident() == {1}
@@ -207,7 +212,7 @@ def test_an_evicted_pack_takes_the_graphs_of_its_calls_along(model: Model) -> No
 def test_the_graphs_of_the_running_pack_go_before_memory_runs_out(model: Model) -> None:
     call, place = Call(), model.forward(0)
     model.residents.bring(place, 0)
-    model.residents.graphs.keep(place.pack, call)
+    model.keep_graph(0, call)
     assert model.residents.make_room(place)
     assert not call.has_graph
     assert model.resident() == {0}

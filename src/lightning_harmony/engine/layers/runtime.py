@@ -13,10 +13,9 @@ from lightning_harmony.engine.glue.runtime import Runtime as OfGlue
 from lightning_harmony.engine.layers.narrow import CastWatch
 from lightning_harmony.engine.layers.open_call import OpenCall
 from lightning_harmony.engine.layers.surroundings import Surroundings
-from lightning_harmony.engine.memory.kept_graphs import HasGraph
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
-from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.model.pack import HasGraph, Residency
 
 if TYPE_CHECKING:
     from lightning_harmony.engine.layers.recordings import Recordings

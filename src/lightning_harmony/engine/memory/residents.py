@@ -12,7 +12,6 @@ import torch
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.memory.agenda import Agenda, Place
-from lightning_harmony.engine.memory.kept_graphs import KeptGraphs
 from lightning_harmony.engine.memory.stash import Stash
 from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.memory.swap import Swapper
@@ -58,7 +57,6 @@ class Residents:
         visit: where lanes are on this device.
         waited_seconds: how long the host has waited for copies to leave room.
         weight_checks: compare weights from before and after the forward.
-        graphs: those that calls of layers keep, until their packs are evicted.
     """
 
     def __init__(
@@ -81,7 +79,6 @@ class Residents:
         self.stash = stash
         self.weight_checks = WeightChecks(device)
         self._let_go = let_go
-        self.graphs = KeptGraphs()
 
     def enter(self, place: Place, work_bytes: int, *, alone: bool) -> None:
         """Bring the pack of a place, with room for its work, and start to fetch what comes after it.
@@ -224,7 +221,7 @@ class Residents:
         summing = [pack for pack in self.packs if pack.accumulators and pack is not kept]
         for pack in summing:
             self.sums.park(pack)
-        return bool(summing) or self.graphs.forget(place.pack) or self._let_go()
+        return bool(summing) or self._forget_graphs(place.pack) or self._let_go()
 
     def _make_room_at_once(self, place: Place) -> bool:
         """Free something that has left, or that nobody needs any more."""
@@ -291,9 +288,19 @@ class Residents:
 
     def evict(self, pack: SwappedPack) -> None:
         """Take a pack off the device."""
-        self.graphs.forget(pack)
+        self._forget_graphs(pack)
         self.weight_checks.end(pack)
         self.swapper.evict(pack)
+
+    @staticmethod
+    def _forget_graphs(pack: SwappedPack) -> bool:
+        """Let the graphs go that calls of a pack's layers keep; whether there were any."""
+        if pack.residency is None or not pack.residency.graphs:
+            return False
+        for call in list(pack.residency.graphs):
+            call.forget()
+        pack.residency.graphs.clear()
+        return True
 
     def evict_all_but(self, pack: SwappedPack) -> None:
         """Leave one pack alone on the device, with all memory for its work: the host has updated it."""

@@ -237,7 +237,8 @@ class Swapper:
         """Copy a pack's buffers to the device once more, if the host's were written since."""
         residency = pack.residency
         assert residency is not None
-        if residency.as_of == pack.num_buffer_writes and not pack.has_buffers_that_others_changed:
+        is_newest = residency.as_of == pack.num_buffer_writes
+        if is_newest and not any(layer.buffers_that_others_changed() for layer in pack.layers):
             return
         residency.as_of = pack.num_buffer_writes
         for layer in pack.layers:

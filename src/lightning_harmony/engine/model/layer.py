@@ -272,11 +272,6 @@ class SwappedLayer:
         """Bytes of its buffers."""
         return bytes_of(self.buffers)
 
-    @property
-    def num_buffer_writes(self) -> int:
-        """How often its buffers were written so."""
-        return sum(self.buffer_writes[key] for key in self.buffers)
-
     def buffers_that_others_changed(self) -> list[BufferKey]:
         """Buffers that others than the layer have changed in this step since the pack brought them."""
         found = []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +126,13 @@ class LeavingBuffers:
     event: Event
 
 
+class HasGraph(Protocol):
+    """A call that keeps its graph, and with it the weights that it was computed with."""
+
+    def forget(self) -> None:
+        """Let the graph go."""
+
+
 @dataclass
 class Residency:
     """The weights and buffers of a pack on a device.
@@ -141,6 +149,7 @@ class Residency:
         last_use: the end of the last work that used them, if it is known. What is evicted makes way for the next pack, which
             would otherwise wait for all that was launched since.
         beside: the ends of what has used them beside what computes.
+        graphs: calls of the layers that need no recompute, as they keep theirs as long as the weights stay.
         dirty_buffers: those that layers changed.
         as_of: how often the host's buffers had been written when these were copied.
         masters: the parameters as they are on the host, as far as they are there. An update takes them over.
@@ -162,6 +171,7 @@ class Residency:
     shown: dict[SwappedLayer, Any] = field(default_factory=dict)
     last_use: Event | None = None
     beside: list[Event] = field(default_factory=list)
+    graphs: weakref.WeakSet[HasGraph] = field(default_factory=weakref.WeakSet)
     dirty_buffers: set[BufferKey] = field(default_factory=set)
 
     @property
@@ -360,14 +370,9 @@ class SwappedPack:
         return self.leaving is not None or (self.residency is not None and bool(self.residency.dirty_buffers))
 
     @property
-    def has_buffers_that_others_changed(self) -> bool:
-        """Whether others than its layers have changed the host's buffers since it brought them."""
-        return any(layer.buffers_that_others_changed() for layer in self.layers)
-
-    @property
     def num_buffer_writes(self) -> int:
         """How often the host's buffers were written by what layers changed on a device."""
-        return sum(layer.num_buffer_writes for layer in self.layers)
+        return sum(layer.buffer_writes[key] for layer in self.layers for key in layer.buffers)
 
     @property
     def buffer_bytes(self) -> int:
@@ -405,11 +410,12 @@ def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, to
     ordered = sorted(parameters, key=lambda parameter: store.slot(parameter).offset)
     dtypes = [narrow.get(parameter, parameter.dtype) for parameter in ordered]
     placed, num_bytes = lay_out(ordered, dtypes, store.beside)
+    slots = dict(zip(ordered, placed, strict=True))
     runs: list[Run] = []
     # Several weights may be composed of the same tensor.
     as_they_are = dict.fromkeys(
         pair
-        for parameter, slot in zip(ordered, placed, strict=True)
+        for parameter, slot in slots.items()
         if parameter not in narrow and parameter not in store.in_files
         for pair in zip(store.slot(parameter).all, slot.all, strict=True)
     )
@@ -423,17 +429,15 @@ def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, to
     casts = [parameter for parameter in ordered if parameter in narrow and parameter not in store.in_files]
     staging = max((min(store.slot(parameter).num_bytes, STAGING_BYTES) for parameter in casts), default=0)
     copied = sum(run.num_bytes for run in runs) + sum(store.slot(parameter).num_bytes for parameter in casts)
-    copied += sum(
-        slot.num_bytes for parameter, slot in zip(ordered, placed, strict=True) if parameter in store.in_files
-    )
+    copied += sum(slot.num_bytes for parameter, slot in slots.items() if parameter in store.in_files)
     masters, master_bytes = lay_out(casts)
     companions = {
         tensor: place
-        for parameter, slot in zip(ordered, placed, strict=True)
+        for parameter, slot in slots.items()
         for tensor, place in zip(store.beside.get(parameter, ()), slot.beside, strict=True)
     }
     return Layout(
-        dict(zip(ordered, placed, strict=True)),
+        slots,
         companions,
         num_bytes,
         runs,

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.device import Device
-from lightning_harmony.engine.memory.kept_graphs import HasGraph
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer_of
-from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.model.pack import HasGraph, Residency
 
 CPU = torch.device("cpu")
 

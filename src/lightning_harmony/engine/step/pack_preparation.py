@@ -268,7 +268,7 @@ class PackPreparation:
         if phase is Phase.BACKWARD:
             sums_here = pack.index not in plan.spread or residents is self._placement.home_of(pack.index)
             gradients = pack.gradient_layout()[1] if sums_here and not pack.accumulators else 0
-            if residents.graphs.has(pack):
+            if pack.residency is not None and pack.residency.graphs:
                 # What was measured made each graph anew.
                 work = max(max(seen.bytes([layer], phase) - seen.graph_bytes([layer]), 0) for layer in layers)
             return gradients + work

@@ -18,13 +18,12 @@ from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.layers.open_call import OpenCall
 from lightning_harmony.engine.layers.recordings import Recordings
 from lightning_harmony.engine.layers.surroundings import Surroundings
-from lightning_harmony.engine.memory.kept_graphs import HasGraph
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.stash import Alias, Stashed, is_small
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Launched, Transfers
 from lightning_harmony.engine.model.host_store import begins_in, lies_in
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer_of, layer_of_caller
-from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.model.pack import HasGraph, Residency
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.lone_calls import LoneCalls
 from lightning_harmony.engine.step.observer import Observer
@@ -366,7 +365,9 @@ class Runtime:
         residents, work = self._placement.residents_of(index), self._observer.work
         if not residents.device.room_for(work.graph_bytes([layer]) + work.bytes([layer], Phase.FORWARD)):
             return False
-        residents.graphs.keep(residents.packs[index], call)
+        residency = residents.packs[index].residency
+        assert residency is not None
+        residency.graphs.add(call)
         return True
 
     def measuring_graph(self, layer: SwappedLayer) -> AbstractContextManager[None]:
