@@ -138,16 +138,6 @@ def _cuda_device() -> int | None:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
-@contextmanager
-def _with_threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # Objects of `threading.local` that a model's code may use. Replaced as a whole: other threads may read it.
 _thread_locals: tuple[weakref.ref[threading.local], ...] = ()
 
@@ -181,14 +171,19 @@ def write_thread_locals(value: _Objects) -> None:
         vars(kept).update(zip(names, values, strict=True))
 
 
-@contextmanager
-def _with_thread_locals(value: _Objects) -> Iterator[None]:
-    before = read_thread_locals()
-    write_thread_locals(value)
-    try:
-        yield
-    finally:
-        write_thread_locals(before)
+def _settable(name: str, get: Callable[[], Any], set_: Callable[[Any], None]) -> OfThread:
+    """A kind of state that is set, and set back."""
+
+    @contextmanager
+    def applied(value: Any) -> Iterator[None]:
+        before = get()
+        set_(value)
+        try:
+            yield
+        finally:
+            set_(before)
+
+    return OfThread(name, get, applied)
 
 
 OF_THREAD = (
@@ -205,8 +200,8 @@ OF_THREAD = (
         partial(_with_modes, _function_modes, overrides._push_mode, overrides._pop_mode),
     ),
     OfThread("modes of operators", _dispatch_modes, partial(_with_modes, _dispatch_modes, _push_mode, _pop_mode)),
-    OfThread("the number of threads", torch.get_num_threads, _with_threads),
-    OfThread("what is kept in threading.local", read_thread_locals, _with_thread_locals),
+    _settable("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    _settable("what is kept in threading.local", read_thread_locals, write_thread_locals),
 )
 
 
