@@ -212,11 +212,6 @@ class LanePool:
         self._back = threading.Lock()
         self._back.acquire()
 
-    @property
-    def is_driving(self) -> bool:
-        """Whether `drive` has been called, and has not returned."""
-        return self._choose is not None
-
     def lanes(self, jobs: Sequence[Callable[[], None]]) -> list[Lane]:
         """A lane for each job, not yet started."""
         while len(self._lanes) < len(jobs):

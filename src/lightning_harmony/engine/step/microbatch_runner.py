@@ -43,6 +43,9 @@ class MicrobatchRunner:
         runtime: serves the layers that microbatches call.
         glue: the code between layers.
         discard_record: discards the record that predicted something else than what happens; returns a word on it.
+
+    Attributes:
+        is_running: whether lanes run, or wait for each other.
     """
 
     _step: Step
@@ -56,14 +59,9 @@ class MicrobatchRunner:
     _discard_record: Callable[[], str]
 
     def __post_init__(self) -> None:
-        self._is_running_here = False
+        self.is_running = False
         self._devices = self._transfers.devices
         self.end()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether lanes run, or wait for each other."""
-        return self._lanes.is_driving or self._is_running_here
 
     def begin(self, microbatches: Sequence[Microbatch]) -> None:
         """Give each microbatch a lane that has not started: where they run one after the other, the calling thread is it."""
@@ -92,6 +90,7 @@ class MicrobatchRunner:
         step = self._step
         # Hooks have run between the forward and the backward.
         step.buffer_copies.refuse_changed()
+        self.is_running = True
         try:
             # A compiled container around layers runs as it is written where its operations may be on several devices.
             whole = torch.compiler.set_stance("force_eager") if len(self._devices) > 1 else nullcontext()
@@ -115,7 +114,7 @@ class MicrobatchRunner:
                 )
             raise
         finally:
-            step.granted = None
+            step.granted, self.is_running = None, False
 
     def abort(self) -> None:
         """Unwind all lanes."""
@@ -152,16 +151,12 @@ class MicrobatchRunner:
 
     def _run_one_after_another(self) -> None:
         """Run all microbatches in the calling thread, as far as their losses, or from there on."""
-        self._is_running_here = True
-        try:
-            for progress in (running := self._step.turns.running):
-                if not progress.lane.finished:
-                    self._run_here(progress)
-                    # Behind the last one, nothing would be left to measure.
-                    if progress.lane.finished and not all(each.lane.finished for each in running):
-                        self._preparation.narrow()
-        finally:
-            self._is_running_here = False
+        for progress in (running := self._step.turns.running):
+            if not progress.lane.finished:
+                self._run_here(progress)
+                # Behind the last one, nothing would be left to measure.
+                if progress.lane.finished and not all(each.lane.finished for each in running):
+                    self._preparation.narrow()
 
     def _run_here(self, progress: LaneProgress) -> None:
         """Run a microbatch in the calling thread, as far as its loss, or from there on."""
