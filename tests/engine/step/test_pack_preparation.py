@@ -174,7 +174,7 @@ def test_lanes_that_are_measured_have_all_memory_to_themselves(monkeypatch: pyte
     # What lanes before one had stashed was still on its way out, in the backward of the loss, too: a first step on a GPU took
     # more than the capacity where copies were late, or what it took was seen as less than it was.
     leaving: list[int] = []
-    copy_of, begin_turn = stash._copy, Observer.begin_turn
+    copy_of, begin_turn = stash.copy_to, Observer.begin_turn
 
     def late_copy(destination: Tensor, source: Tensor) -> None:
         time.sleep(0.005)
@@ -185,7 +185,7 @@ def test_lanes_that_are_measured_have_all_memory_to_themselves(monkeypatch: pyte
             leaving.extend(len(residents.stash.pending) for residents in observer._placement.residents)
         begin_turn(observer, *arguments)
 
-    monkeypatch.setattr(stash, "_copy", late_copy)
+    monkeypatch.setattr(stash, "copy_to", late_copy)
     monkeypatch.setattr(Observer, "begin_turn", watched)
     train(language(), None, "32-true")
     # Of seven layers, forth and back, and the loss.

@@ -86,7 +86,7 @@ class HostCopy(Stashed):
         with device.on_host():
             self._buffer, free = stash.pool.take(num_bytes)
             host = self._compact_view(self._buffer)
-        store, after = partial(_copy, host, compacted), [device.record(), *free]
+        store, after = partial(copy_to, host, compacted), [device.record(), *free]
         self._stored = device.start_copy(Errand.STASH_OUT, "stash", num_bytes, store, after)
         stash.traffic.count_out("stash", num_bytes)
         # The device copy must live until it is copied, and must not change before.
@@ -97,7 +97,7 @@ class HostCopy(Stashed):
         device = self._stash.device
         num_bytes = self._buffer.numel()
         buffer = device.empty(num_bytes, device.stash_in)
-        load = partial(_copy, buffer, self._buffer)
+        load = partial(copy_to, buffer, self._buffer)
         self._loaded = device.start_copy(Errand.STASH_IN, "stash", num_bytes, load, [self._stored])
         self._stash.traffic.count_in("stash", num_bytes)
         with device.selected():
@@ -238,7 +238,8 @@ def _modified(tensor: Tensor) -> UnsupportedModelError:
     )
 
 
-def _copy(destination: Tensor, source: Tensor) -> None:
+def copy_to(destination: Tensor, source: Tensor) -> None:
+    """Copy, and let the host go on."""
     destination.copy_(source, non_blocking=True)
 
 

@@ -13,6 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import Traffic
+from lightning_harmony.engine.memory.stash import copy_to
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import lay_out, views_in
 from lightning_harmony.engine.model.layer import SwappedLayer
@@ -98,7 +99,7 @@ class Sums:
                 if source is not device:
                     with source.sending():
                         for (_, copy), (_, gradient) in zip(arriving, gradients, strict=True):
-                            _copy(copy, gradient)
+                            copy_to(copy, gradient)
                 add()
 
             event = device.start_copy(Errand.GATHER, "gradients", num_bytes, bring_and_add, after, pack.index)
@@ -131,7 +132,7 @@ class Sums:
         accumulator.includes_earlier = parked.includes_earlier
         accumulator.touched.update(parked.sums)
         num_bytes = parked.buffer.numel()
-        copy = partial(_copy, accumulator.buffer, parked.buffer)
+        copy = partial(copy_to, accumulator.buffer, parked.buffer)
         after = [self._device.record(), parked.event]
         loaded = self._device.start_copy(Errand.UNPARK, "gradients", num_bytes, copy, after, pack.index)
         loaded.wait()
@@ -192,7 +193,7 @@ class Sums:
                 if with_norms and accumulator.gathered is not None:
                     accumulator.gathered.wait()
                 norms = norms_of([accumulator.sums[key] for key in sums]) if with_norms else ()
-            copy = partial(_copy, host, accumulator.buffer)
+            copy = partial(copy_to, host, accumulator.buffer)
             after = [self._device.record(), *free]
             if accumulator.gathered is not None:
                 after.append(accumulator.gathered)
@@ -214,23 +215,19 @@ class Sums:
             for _, p in accumulator.touched
         )
 
-    def leave(self, pack: SwappedPack) -> list[SummedGradients]:
-        """Close the accumulator of a pack, and leave its sums where they are, for an update there."""
-        gradients: list[SummedGradients] = []
-        for use, accumulator in pack.accumulators.items():
-            if accumulator.gathered is not None:
-                accumulator.gathered.wait()
-            sums = {key: gradient for key, gradient in accumulator.sums.items() if key in accumulator.touched}
-            masters = None
-            if pack.residency is not None:
-                pack.residency.ready.wait()
-                masters = pack.residency.hand_over()
-            event, earlier = self._device.record(), accumulator.includes_earlier
-            gradients.append(
-                SummedGradients(use, accumulator.buffer, event, sums, earlier, is_on_host=False, masters=masters)
-            )
+    def leave(self, pack: SwappedPack) -> SummedGradients:
+        """Close the accumulator of a pack whose sums may stay, and leave them where they are, for an update there."""
+        ((use, accumulator),) = pack.accumulators.items()
+        if accumulator.gathered is not None:
+            accumulator.gathered.wait()
+        sums = {key: gradient for key, gradient in accumulator.sums.items() if key in accumulator.touched}
+        masters = None
+        if pack.residency is not None:
+            pack.residency.ready.wait()
+            masters = pack.residency.hand_over()
+        event, earlier = self._device.record(), accumulator.includes_earlier
         pack.accumulators = {}
-        return gradients
+        return SummedGradients(use, accumulator.buffer, event, sums, earlier, is_on_host=False, masters=masters)
 
     def park(self, pack: SwappedPack) -> None:
         """Make room: keep the sums that are not final yet on the host."""
@@ -263,7 +260,3 @@ class Sums:
         for parked in pack.parked.values():
             parked.event.synchronize()
             torch._foreach_mul_(list(parked.sums.values()), factor)
-
-
-def _copy(destination: Tensor, source: Tensor) -> None:
-    destination.copy_(source, non_blocking=True)

@@ -206,8 +206,8 @@ class GradientSums:
             return False
         with residents.device.scheduling():
             gradients = residents.sums.leave(pack)
-        num_bytes = sum(each.num_bytes for each in gradients)
-        updated = self._updater.deliver(pack.parameters, gradients)
+        num_bytes = gradients.num_bytes
+        updated = self._updater.deliver(pack.parameters, [gradients])
         if updated is not None:
             residents.device.leaving.note_update(updated, num_bytes)
         return True
