@@ -8,7 +8,6 @@ tensors, wherever code passes them on to: their data is on the host between call
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from lightning_harmony.engine.model.attributes import LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import copied_content
 from lightning_harmony.engine.structures.operations import viewed
 from lightning_harmony.engine.structures.parts import is_composed
+from lightning_harmony.errors import UnsupportedModelError
 
 # Objects within objects are looked into to this depth.
 _DEEPEST = 3
@@ -36,8 +36,14 @@ _LIBRARIES = frozenset(
 _MISSING = object()
 
 
-class CompanionChangedError(Exception):
-    """A layer's code writes to a companion, or assigns to its data."""
+def changes_data(layer: str) -> str:
+    """Why a layer with a name is refused that changes the data of its weights; of which one it is may not be known."""
+    name = f" {layer!r}" if layer else ""
+    return (
+        f"layer{name} changes the data of a parameter in its forward, or that of a tensor which an object has of "
+        "a frozen one, which swapping would lose; "
+        "do that in a hook such as on_train_batch_start"
+    )
 
 
 @dataclass(frozen=True)
@@ -99,12 +105,14 @@ class Companions:
     Args:
         modules: in which to look.
         parameters: whose companions they are.
+        layer: the name of the layer that the modules are of; empty if they are of none.
 
     Attributes:
         apart: of each parameter, the companions that have memory of their own.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter], layer: str = "") -> None:
+        self._layer = layer
         self._modules = list(modules)
         self._parameters = [p for p in parameters if not (p.requires_grad or is_composed(p)) and _has_memory(p)]
         self._views: list[View] = []
@@ -180,19 +188,20 @@ class Companions:
 
     def within(self, parameter: nn.Parameter, base: Tensor) -> dict[int, Tensor]:
         """Those in the memory of a parameter as they would be in that of another tensor, by their identities."""
-        views = [(view.tensor(), view) for view in self._views if view.parameter is parameter]
-        return {id(tensor): view.within(base) for tensor, view in views if tensor is not None}
+        return {id(tensor): view.within(base) for view, tensor in _alive(self._views) if view.parameter is parameter}
 
     def follow(self, parameter: nn.Parameter) -> None:
         """Let those in the memory of a parameter lie where it is now."""
-        _follow(view for view in self._views if view.parameter is parameter)
+        for view, tensor in _alive(self._views):
+            if view.parameter is parameter:
+                tensor.data = view.within(parameter)
 
     def __contains__(self, tensor: Tensor) -> bool:
         return any(tensor is each for each in self.tensors())
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
-        views = [tensor for view in self._views if (tensor := view.tensor()) is not None]
+        views = [tensor for _, tensor in _alive(self._views)]
         return [*views, *(tensor for tensors in self.apart.values() for tensor in tensors)]
 
     def exchange(self, others: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -209,19 +218,15 @@ class Companions:
             for key, tensor in place.tensors():
                 if id(tensor) in others and not isinstance(place.content, tuple):
                     place.content[key] = others[id(tensor)]
-        views = [(view, each) for view in self._views if (each := view.tensor()) is not None]
-        self._views = [replace(view, tensor=weakref.ref(others[id(each)])) for view, each in views]
+        self._views = [replace(view, tensor=weakref.ref(others[id(each)])) for view, each in _alive(self._views)]
         self.apart = {p: [others[id(tensor)] for tensor in tensors] for p, tensors in self.apart.items()}
         return before
 
     def move(self, device: torch.device) -> None:
         """Move the parameters that have some to a device, and these with them."""
-        views: defaultdict[nn.Parameter, list[View]] = defaultdict(list)
-        for view in self._views:
-            views[view.parameter].append(view)
         for parameter in self.parameters:
             parameter.data = parameter.detach().to(device)
-            _follow(views[parameter])
+            self.follow(parameter)
             for tensor in self.apart.get(parameter, ()):
                 tensor.data = tensor.detach().to(device)
 
@@ -245,7 +250,7 @@ class Companions:
             What the code has changed, once the context is left.
 
         Raises:
-            CompanionChangedError: if the code changes a companion in place, or its data.
+            UnsupportedModelError: if the code changes a companion in place, or its data.
         """
         found = CallChanges()
         if not self._parameters:
@@ -263,7 +268,7 @@ class Companions:
             yield found
             with DisableTorchFunctionSubclass():
                 if any(each.has_changed() for each in bound):
-                    raise CompanionChangedError
+                    raise UnsupportedModelError(changes_data(self._layer))
         finally:
             for parameter, (now, then) in attributes.items():
                 if before is not None:
@@ -279,11 +284,10 @@ class Companions:
                 self._find_new(leaves)
 
     def _bind(self, leaves: Mapping[nn.Parameter, Tensor], apart: Mapping[Tensor, Tensor]) -> Iterator[_Bound]:
-        self._views = [view for view in self._views if view.tensor() is not None]
-        for view in self._views:
-            tensor = view.tensor()
-            if tensor is not None:
-                yield _Bound(tensor, view.within(leaves[view.parameter]))
+        alive = _alive(self._views)
+        self._views = [view for view, _ in alive]
+        for view, tensor in alive:
+            yield _Bound(tensor, view.within(leaves[view.parameter]))
         for several in self.apart.values():
             for tensor in several:
                 yield _Bound(tensor, apart[tensor])
@@ -308,12 +312,9 @@ class Companions:
                     tensor.data = view.within(parameter)
 
 
-def _follow(views: Iterable[View]) -> None:
-    """Let companions lie where their parameters are now."""
-    for view in views:
-        tensor = view.tensor()
-        if tensor is not None:
-            tensor.data = view.within(view.parameter)
+def _alive(views: Iterable[View]) -> list[tuple[View, Tensor]]:
+    """Those whose tensors somebody still has, with these."""
+    return [(view, tensor) for view in views if (tensor := view.tensor()) is not None]
 
 
 def join_copies(module: nn.Module) -> None:

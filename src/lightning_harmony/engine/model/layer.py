@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import new_class
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.model.attributes import AttributesOfLayer
-from lightning_harmony.engine.model.companions import CallChanges, CompanionChangedError, Companions
+from lightning_harmony.engine.model.companions import CallChanges, Companions, changes_data
 from lightning_harmony.engine.model.derived import derived_weights
 from lightning_harmony.engine.model.parameter_places import Place, containers_of, is_replaced, places_of
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
@@ -50,16 +50,6 @@ def _tensors_of(key: BufferKey) -> dict[str, Any]:
     return key[0]._parameters if isinstance(key, ParameterKey) else key[0]._buffers
 
 
-def changes_data(layer: SwappedLayer | None) -> str:
-    """Why a layer is refused that changes the data of its weights."""
-    name = "" if layer is None else f" {layer.name!r}"
-    return (
-        f"layer{name} changes the data of a parameter in its forward, or that of a tensor which an object has of "
-        "a frozen one, which swapping would lose; "
-        "do that in a hook such as on_train_batch_start"
-    )
-
-
 class DataAssignedError(UnsupportedModelError):
     """Code assigns to the data of a weight on a device.
 
@@ -68,7 +58,8 @@ class DataAssignedError(UnsupportedModelError):
     """
 
     def __init__(self, weight: Tensor) -> None:
-        super().__init__(changes_data(layer_of_caller()))
+        layer = layer_of_caller()
+        super().__init__(changes_data("" if layer is None else layer.name))
         self.weight = weight
 
 
@@ -206,7 +197,7 @@ class SwappedLayer:
         self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self.differentiates = False
         self.compute_dtype = compute_dtype
-        self.companions = Companions((), ()) if module is None else Companions(module.modules(), self.parameters)
+        self.companions = Companions((), ()) if module is None else Companions(module.modules(), self.parameters, name)
         with_companions = self.companions.parameters
         alone = [parameter for parameter in self.parameters if parameter not in with_companions]
         types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in alone}
@@ -310,23 +301,14 @@ class SwappedLayer:
             "such as on_train_batch_end, or make a layer of the module around both with HarmonyStrategy(layers=...)"
         )
 
-    @contextmanager
     def beside(
         self,
         leaves: Mapping[nn.Parameter, Tensor],
         apart: Mapping[Tensor, Tensor],
         before: CallChanges | None = None,
-    ) -> Iterator[CallChanges]:
-        """Let the layer's code find the companions of its weights where these are, as `Companions.bound` does.
-
-        Raises:
-            UnsupportedModelError: if it changes one.
-        """
-        try:
-            with self.companions.bound(leaves, apart, before) as found:
-                yield found
-        except CompanionChangedError as error:
-            raise UnsupportedModelError(changes_data(self)) from error
+    ) -> AbstractContextManager[CallChanges]:
+        """Let the layer's code find the companions of its weights where these are, as `Companions.bound` does."""
+        return self.companions.bound(leaves, apart, before)
 
     def is_given_weights(self) -> bool:
         """Whether other tensors take the place of its parameters, as `torch.func.functional_call` puts them there."""
