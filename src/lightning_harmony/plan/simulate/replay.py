@@ -92,34 +92,23 @@ def replay(plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: Devic
         PlanError: if a rule is broken; the message shows where.
     """
     refuse_invalid(plan)
-    step = _Replay(plan, schedule, packs, machine)
+    step = _Replay(ReplayState(plan, schedule, packs, machine))
     prediction = step.run()
     left = step.left_behind(prediction.seconds)
     # A step begins with what the one before it leaves.
-    return _Replay(plan, schedule, packs, machine, left).run() if any(left) else prediction
+    return _Replay(ReplayState(plan, schedule, packs, machine), left).run() if any(left) else prediction
 
 
 class _Replay:
     """One go through the tasks.
 
     Args:
-        plan: what the tasks are for.
-        schedule: the tasks of each device.
-        packs: what each pack costs.
-        machine: what they run on.
+        state: of its beginning.
         left: what updates of the step before use up: of each device, their bytes, and until when.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        schedule: Schedule,
-        packs: Sequence[Cost],
-        machine: DeviceLimits,
-        left: Sequence[Sequence[tuple[int, float]]] = (),
-    ) -> None:
-        self._schedule = schedule
-        self._state = state = ReplayState(plan, schedule, packs, machine)
+    def __init__(self, state: ReplayState, left: Sequence[Sequence[tuple[int, float]]] = ()) -> None:
+        self._state = state
         for device, of_device in zip(state.devices, left, strict=False):
             for num_bytes, end in of_device:
                 device.memory.take(num_bytes, 0.0)
@@ -191,7 +180,7 @@ class _Replay:
             f"{problem}"
             for device, problem in problems
         ]
-        return PlanError("\n".join([*reasons, self._schedule.grid(marked)]))
+        return PlanError("\n".join([*reasons, self._state.schedule.grid(marked)]))
 
     def _prediction(self, device: Device) -> DevicePrediction:
         memory = device.memory.curve()

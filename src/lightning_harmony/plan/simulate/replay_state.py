@@ -143,7 +143,7 @@ class ReplayState:
                 f"the plan is for {plan.num_devices} devices and {plan.num_microbatches} microbatches, the schedule for "
                 f"{len(schedule.devices)} devices"
             )
-        self.plan, self.packs, self.machine = plan, packs, machine
+        self.plan, self.schedule, self.packs, self.machine = plan, schedule, packs, machine
         self.footprints = footprints(plan, packs)
         self.lanes = [Lane() for _ in range(plan.num_microbatches)]
         limits = schedule.lasting_bytes if machine.pools_apart and schedule.lasting_bytes else [None] * plan.num_devices
