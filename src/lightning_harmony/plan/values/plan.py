@@ -200,10 +200,6 @@ class Plan(Printed, Document):
         except ValueError:
             return start
 
-    def order(self, phase: Phase) -> tuple[int, ...]:
-        """The visits of one phase."""
-        return self._step[: len(self.visits)] if phase is Phase.FORWARD else self._step[len(self.visits) :]
-
     def upcoming(self, phase: Phase, position: int) -> Iterator[int]:
         """The packs that are needed after ``position`` of ``phase``, to the end of the step, soonest first."""
         return islice(self._step, self._place(phase, position) + 1, None)
