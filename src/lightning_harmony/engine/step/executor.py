@@ -94,7 +94,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         self._cuda_devices = [d.torch_device.index for d in self.devices if isinstance(d.torch_device.index, int)]
-        self.has_succeeded, self._num_elements, self._evaluated_elements = False, 0, -1
+        self.has_succeeded, self._evaluated_elements = False, -1
         self.step_plan = self.plan
 
     @property
@@ -246,7 +246,6 @@ class Executor:
         # known, whether its backward fits shows here.
         waits = is_alone and not is_measuring
         step.predicted = None if waits or not (step.fuses or step.is_sequential) else predicted
-        self._num_elements = num_elements
         step.random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.buffers.reclaim()
         if is_measuring or not is_training:
@@ -340,7 +339,7 @@ class Executor:
         seen = SeenStep(
             merge_calls(called),
             len(called),
-            self._num_elements,
+            observer.num_elements,
             is_measured=observer.is_measuring,
             is_cast=observer.has_seen_casts,
             is_timed=observer.is_timing,
@@ -383,7 +382,7 @@ class Executor:
         """End a step that has no backward, or whose backward never came."""
         if self.step.is_running:
             if self._observer.is_measuring and not self._observer.is_training:
-                self._evaluated_elements = self._num_elements
+                self._evaluated_elements = self._observer.num_elements
             self._runner.abort()
             self.recorder.drop()
             self._reset()

@@ -88,6 +88,7 @@ class Observer:
         pool: of host buffers.
 
     Attributes:
+        num_elements: of the largest microbatch.
         works: work space, of training steps and of others: an evaluation may have other batches.
         is_training: whether the step is one that is run again and again.
         is_measuring: whether its turns are observed.
@@ -106,7 +107,7 @@ class Observer:
         self._traffic = traffic
         self._profiler = profiler
         self._pool = pool
-        self._num_elements = 0
+        self.num_elements = 0
         self._observation: Observation | None = None
         self._recomputes: list[Period] = []
         self._last_turn: LastTurn | None = None
@@ -135,7 +136,7 @@ class Observer:
     ) -> None:
         """A step of microbatches of so many elements begins."""
         self.is_training, self.is_measuring, self.is_watching = is_training, is_measuring, is_watching
-        self.is_timing, self.has_seen_narrow, self._num_elements = is_timing, False, num_elements
+        self.is_timing, self.has_seen_narrow, self.num_elements = is_timing, False, num_elements
         if is_timing:
             self._profiler.begin_visits()
         if self.is_profiling:
@@ -148,7 +149,7 @@ class Observer:
         self.forget_turns()
         self.work.clear()
         self._profiler.clear()
-        self._profiler.begin(self._num_elements)
+        self._profiler.begin(self.num_elements)
 
     # ---- turns ---------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -78,7 +78,7 @@ class PackPreparation:
             request = Request(phase, index, position)
             if self._may_go_on(progress, request):
                 if self._step.granted is not None:
-                    self._step.granted = replace(self._step.granted, pack=pack, phase=phase)
+                    self._step.granted.pack, self._step.granted.phase = pack, phase
                 with Unseen(), residents.device.scheduling():
                     self._recorder.leave()
                     self.enter(progress, Place(pack, phase, position))

@@ -68,13 +68,11 @@ class SwappedModel:
         self._shown_buffers: dict[BufferKey, BufferStandIn] = {}
         self._num_owners = Counter(p for layer in layers for p in layer.parameters)
         self.held: dict[nn.Parameter, tuple[SwappedLayer, ParameterKey]] = {}
-        num_owners = self._num_owners.copy()
         for layer in self.layers:
             layer.buffer_writes, layer.changed_buffers = writes, self._changed_buffers
-            layer.held, layer.num_owners = self.held, num_owners
+            layer.held, layer.num_owners = self.held, self._num_owners
         # They stay on the device throughout.
-        self._glue_buffers = self._unowned_buffers()
-        move_buffers(self._glue_buffers, root)
+        move_buffers(self._unowned_buffers(), root)
         self.derived = self._derived_weights()
 
     def _unowned_buffers(self) -> list[BufferKey]:
@@ -89,7 +87,7 @@ class SwappedModel:
 
     def is_shared(self, parameter: nn.Parameter) -> bool:
         """Whether several layers own a parameter."""
-        return self._num_owners[parameter] > 1
+        return self._num_owners[parameter] + (parameter in self.glue_layers) > 1
 
     def add_glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
         """Make a layer of a parameter that glue uses."""
@@ -97,7 +95,6 @@ class SwappedModel:
         layer.held = self.held
         self.glue_layers[parameter] = layer
         self.layers.append(layer)
-        self._num_owners[parameter] += 1
         return layer
 
     def has_other_parameters(self) -> bool:
