@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class Runtime(OfGlue, Protocol):
     """What an intercepted call asks of the engine, beside what glue asks, too.
 
+    What is answered here is the answer of one device without a limit, and one microbatch, of whose code nothing is recorded.
+
     Attributes:
         open_call: the call that a backward is in.
         surroundings: of layers' own code.
@@ -37,27 +39,34 @@ class Runtime(OfGlue, Protocol):
 
     def brought(self, tensor: Tensor, residency: Residency, *, at_once: bool) -> Tensor:
         """A tensor for a layer: one on its device, or one that needs a gradient where it is, with a copy for the layer."""
+        return tensor
 
     def note_made(self, result: Any) -> None:
         """A layer's code has returned something."""
+        return
 
     def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
         """A tensor on a layer's device, without its graph."""
+        return tensor
 
     def make_room(self, num_bytes: int, device: Device) -> None:
         """A layer is about to allocate more than it was seen to."""
+        return
 
     def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
         """The code between layers is to see what a layer has left in these of its buffers."""
+        return
 
     def last_filled(self) -> dict[BufferKey, Tensor | None]:
         """The buffers that layers have filled through `.data` in the current microbatch, as the last call left them.
 
         None stands for one that one call has filled so far.
         """
+        return {}
 
     def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
         """A layer's own code has set some of the attributes of a module."""
+        return
 
     def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
         """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""
@@ -70,6 +79,7 @@ class Runtime(OfGlue, Protocol):
 
     def recomputing(self) -> AbstractContextManager[Sequence[str]]:
         """The context of a layer's own code when it runs again; with the names of what it logs."""
+        return nullcontext(())
 
     def note_call(self, stash: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
         """A layer's own code is about to run; what gives one more context in which it runs again.
@@ -77,15 +87,20 @@ class Runtime(OfGlue, Protocol):
         Args:
             stash: keeps a tensor for that.
         """
+        return nullcontext
 
     def changes_elsewhere(self) -> Callable[[], str | None]:
         """What tells, behind a layer's code, the name of something that is not the layer's and has changed meanwhile."""
+        return lambda: None
 
     def recordings(self) -> Recordings | None:
         """What may be recorded, and run in the place of layers' code; None where neither is."""
+        return None
 
     def is_spread(self, layer: SwappedLayer) -> bool:
         """Whether the gradients of a layer come from several devices."""
+        return False
 
     def is_last_backward(self) -> bool:
         """Whether no other backward of the current microbatch will follow."""
+        return True

@@ -21,6 +21,7 @@ from lightning_harmony.engine.glue.glue import Glue
 from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.layers.open_call import OpenCall
+from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.layers.structure import structure_of
 from lightning_harmony.engine.layers.surroundings import Surroundings
 from lightning_harmony.engine.measure.report import Traffic
@@ -31,7 +32,7 @@ from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import COMPARED_CALLS, SwappedLayer
-from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.model.pack import HasGraph, Residency
 from lightning_harmony.engine.model.parameter_places import places_of
 from lightning_harmony.engine.rehearsal.fakes import (
     FakeDevice,
@@ -41,7 +42,6 @@ from lightning_harmony.engine.rehearsal.fakes import (
     faked_companions,
     faked_others,
 )
-from lightning_harmony.engine.rehearsal.one_of_each import CPU, OneOfEach
 from lightning_harmony.engine.rehearsal.rehearsed_call import CallProfile, Measured, RehearsedForward
 from lightning_harmony.engine.rehearsal.rehearsed_step import RehearsedStep
 from lightning_harmony.engine.rehearsal.work_by_layer import WorkByLayer
@@ -49,6 +49,8 @@ from lightning_harmony.engine.rehearsal.work_counter import WorkCounter
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.plan.outlook.work import StepProfile, Work
 from lightning_harmony.plan.values.task import Phase
+
+CPU = torch.device("cpu")
 
 
 def rehearse(
@@ -78,8 +80,8 @@ def rehearse(
         random.restore(None)
 
 
-class Rehearsal(OneOfEach):
-    """The runtime of intercepted calls and of the glue, for one microbatch, in one thread."""
+class Rehearsal(Runtime):
+    """The runtime of intercepted calls and of the glue, for one microbatch, in one thread, on one device without a limit."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], narrow: dict[int, tuple[int, ...]]) -> None:
         self._model = model
@@ -251,6 +253,21 @@ class Rehearsal(OneOfEach):
             self._measured.graph_bytes, self._measured.recompute = self.device.allocated_bytes() - before, recompute
         self.counter.add(done)
         self.counter.add(recompute)
+
+    def keep_graph(self, layer: SwappedLayer, call: HasGraph) -> bool:
+        """Never: what recompute takes is to be seen."""
+        return False
+
+    def set_gradient_flag(self, parameter: nn.Parameter, stand_in: Tensor, flag: bool) -> bool:
+        """No other microbatch finds it."""
+        with torch._C.DisableTorchFunction():
+            for tensor in (parameter, stand_in):
+                tensor.requires_grad_(flag)
+        return True
+
+    def hides_gradients(self) -> bool:
+        """No step was before, and this one is refused where a real one would be."""
+        return True
 
     def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
         """The layer that a parameter is when glue uses it."""
