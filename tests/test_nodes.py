@@ -109,7 +109,10 @@ def test_nodes_train_as_with_ddp(start: Start, tmp_path: Path) -> None:
         torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0, msg=f"{name}: {{}}".format)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(1, 2), pytest.param(2, 1, marks=pytest.mark.nightly), pytest.param(2, 3, marks=pytest.mark.nightly)],
+)
 def test_a_fit_goes_on_on_another_number_of_nodes(before: int, after: int, start: Start, tmp_path: Path) -> None:
     for what, nodes in (("save", before), ("resume", after)):
         processes = start(what, nodes=nodes)
@@ -153,6 +156,7 @@ def _update(name: str, *, is_swapped: bool) -> str:
     )
 
 
+@pytest.mark.nightly
 def test_sums_of_three_nodes_do_not_depend_on_their_plans(start: Start, tmp_path: Path) -> None:
     processes = start("of three", nodes=3)
     printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
@@ -211,6 +215,7 @@ def test_a_node_that_handles_its_error_ends_the_others(start: Start) -> None:
     assert second.poll() is None
 
 
+@pytest.mark.nightly
 def test_one_of_three_nodes_that_dies_ends_both_others(start: Start) -> None:
     processes = start("DyingInBackward", nodes=3)
     printed = [process.communicate(timeout=60)[0] for process in processes]
