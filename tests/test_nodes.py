@@ -135,6 +135,7 @@ def test_a_fit_goes_on_on_another_number_of_nodes(before: int, after: int, start
     assert max(sizes) < 1.2 * min(sizes)
 
 
+@pytest.mark.nightly
 def test_where_a_node_cannot_write_all_end_and_the_checkpoint_before_stays(start: Start, tmp_path: Path) -> None:
     processes = start("fail to save")
     printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
@@ -170,6 +171,7 @@ def test_sums_of_three_nodes_do_not_depend_on_their_plans(start: Start, tmp_path
     torch.testing.assert_close(weights[0], found[0]["ddp"]["weights"])
 
 
+@pytest.mark.nightly
 def test_buffers_do_not_wait_for_weights_that_are_under_way(start: Start, tmp_path: Path) -> None:
     processes = start("under way")
     printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
@@ -207,6 +209,7 @@ def test_where_a_node_fails_in_its_update_no_node_makes_a_checkpoint(start: Star
     assert not any("a checkpoint would be made" in each for each in printed)
 
 
+@pytest.mark.nightly
 def test_a_node_that_handles_its_error_ends_the_others(start: Start) -> None:
     first, second = start("GoingOn")
     printed, _ = first.communicate(timeout=60)
