@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.fit.state_aside import StateAside
+from lightning_harmony.engine.structures.parts import parts_of
+from lightning_harmony.fit.state_aside import StateAside, move_optimizer_state
+from support.composed import Packed
 from support.same_training import SEED, placed
 
 pytestmark = pytest.mark.in_memory
@@ -103,6 +105,17 @@ def test_a_batch_that_has_no_room_without_the_state_either_has_layers_swapped() 
     harmony = fit(copy.deepcopy(module), strategy, validated, num_sanity_val_steps=0)
     assert strategy.plan is not None
     assert_same(plain, harmony)
+
+
+def test_state_that_is_composed_of_tensors_moves_with_all_of_them() -> None:
+    """As states of 8 bits are."""
+    parameter = nn.Parameter(torch.zeros(4, 4))
+    optimizer = torch.optim.SGD([parameter], momentum=0.9)
+    state = Packed.of(torch.ones(4, 4))
+    optimizer.state[parameter]["momentum_buffer"] = state
+    move_optimizer_state([optimizer], torch.device("meta"))
+    assert optimizer.state[parameter]["momentum_buffer"] is state
+    assert {state.device.type, *(part.device.type for part in parts_of(state))} == {"meta"}
 
 
 class _Trainer:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.devices.free_memory import free_host_bytes
+from lightning_harmony.engine.structures.parts import is_composed
 
 
 class StateAside:
@@ -87,4 +88,9 @@ def _owns_memory(tensor: Tensor) -> bool:
 @torch.inference_mode(False)
 def _move(tensor: Tensor, device: torch.device) -> None:
     """It stays the same object: whoever holds it finds it there."""
-    tensor.data = tensor.data.to(device)
+    moved = tensor.detach().to(device)
+    if is_composed(tensor):
+        # Its data would be what it is around, and not what it is made of.
+        torch.utils.swap_tensors(tensor, moved)
+    else:
+        tensor.data = moved
