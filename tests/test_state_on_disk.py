@@ -31,6 +31,7 @@ from support.small_host import (
     BATCH_SIZE,
     BUDGET,
     COPIES,
+    DISK_MARKS,
     INNER,
     NUM_BLOCKS,
     NUM_STEPS,
@@ -49,12 +50,7 @@ from support.small_host import (
     train,
 )
 
-pytestmark = [
-    pytest.mark.cpu,
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
+pytestmark = DISK_MARKS
 
 
 # Each optimizer with both shares, and with an update just in time and one after the backward.

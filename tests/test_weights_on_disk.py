@@ -26,6 +26,7 @@ from support.small_host import (
     BATCH_SIZE,
     BUDGET,
     COPIES,
+    DISK_MARKS,
     NUM_BLOCKS,
     NUM_STEPS,
     OF_WEIGHTS,
@@ -41,12 +42,7 @@ from support.small_host import (
     train,
 )
 
-pytestmark = [
-    pytest.mark.cpu,
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
+pytestmark = DISK_MARKS
 NUM_LAYERS = 2 * NUM_BLOCKS
 # Of a layer, what takes whole blocks.
 OF_LAYER = OF_WEIGHTS // NUM_LAYERS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,18 @@ from torch.optim import SGD, Adafactor, AdamW
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
-from lightning_harmony.engine.model.disk_store import BLOCK
+from lightning_harmony.engine.model.disk_store import BLOCK, DiskStore
 from lightning_harmony.updating.optimizer_state import state_bytes
 from support.same_training import Net, Training, _fit, _result, train_plain, trainer_for
 
 BUDGET = "lightning_harmony.updating.host_budget"
+# Of a module whose fits have a disk.
+DISK_MARKS = [
+    pytest.mark.cpu,
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+]
 WIDTH, INNER, NUM_BLOCKS, NUM_STEPS, BATCH_SIZE = 32, BLOCK // 4, 4, 5, 8
 
 
@@ -149,3 +157,15 @@ def fails(*_: Any) -> int:
 
 def cut_short(*_: Any) -> int:
     return 0
+
+
+def hold_writes(patch: pytest.MonkeyPatch) -> threading.Event:
+    """Have what is written to disks wait; what lets it go on."""
+    may_go_on, write = threading.Event(), DiskStore.write
+
+    def wait_and_write(*arguments: Any) -> None:
+        may_go_on.wait()
+        write(*arguments)
+
+    patch.setattr(DiskStore, "write", wait_and_write)
+    return may_go_on

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,10 +13,11 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.stream import Happened
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
-from lightning_harmony.engine.model.disk_store import BLOCK, DiskStore
+from lightning_harmony.engine.model.disk_store import BLOCK
 from lightning_harmony.engine.nodes.weights import DividedUpdate
 from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
+from support.small_host import hold_writes
 
 
 class OneNode:
@@ -49,13 +49,7 @@ def test_weights_that_live_on_disk_are_sent_as_they_were_written(
     streamed = StreamedUpdate(VirtualDevice(1 << 20), disk=disk)
     disk.take_weights([parameter])
     streamed.open()
-    may_go_on, write = threading.Event(), DiskStore.write
-
-    def wait_and_write(*arguments: Any) -> None:
-        may_go_on.wait()
-        write(*arguments)
-
-    monkeypatch.setattr(DiskStore, "write", wait_and_write)
+    may_go_on = hold_writes(monkeypatch)
     loan = disk.borrow([parameter.detach()], reads=False)
     loan.there[0].fill_(1)
     loan.write_after(Happened())

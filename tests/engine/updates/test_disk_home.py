@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -16,11 +15,12 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from lightning_harmony.engine.devices.stream import Happened
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
-from lightning_harmony.engine.model.disk_store import BLOCK, DiskStore
+from lightning_harmony.engine.model.disk_store import BLOCK
 from lightning_harmony.engine.updates.disk_home import NUM_BUFFERS, Buffer, DiskHome
 from lightning_harmony.engine.updates.optimizer_twin import Share
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from support.sampling import combined
+from support.small_host import hold_writes
 
 # Pieces of 16 KiB.
 CAPACITY = 32 * 4 * BLOCK
@@ -210,14 +210,7 @@ def test_who_reads_weights_waits_for_their_own_write_alone(disk: DiskHome, monke
     slow, other = (nn.Parameter(torch.zeros(BLOCK)) for _ in range(2))
     disk.take_weights([slow, other])
     streamed.open()
-    may_go_on = threading.Event()
-    write = DiskStore.write
-
-    def wait_and_write(*arguments: Any) -> None:
-        may_go_on.wait()
-        write(*arguments)
-
-    monkeypatch.setattr(DiskStore, "write", wait_and_write)
+    may_go_on = hold_writes(monkeypatch)
     loan = disk.borrow([slow.detach()], reads=False)
     loan.there[0].fill_(1)
     loan.write_after(Happened())
