@@ -226,7 +226,7 @@ class TestPrediction:
             plan = fit(HarmonyStrategy(device_memory=capacity, plan=plan))[0]
             assert plan.joined == set(joined)
         assert plan.profile is not None
-        (tasks,) = lower(plan, plan.profile.pack_costs(plan.packs), plan.profile.machine.free_bytes).devices
+        (tasks,) = lower(plan, plan.profile.pack_costs(plan.packs), plan.profile.machine).devices
         assert entered == [task for task in tasks if isinstance(task.kind, Phase)]
 
 

@@ -235,7 +235,7 @@ def paper_formula_of(plan: Plan, costs: Costs) -> tuple[str, int]:
 def _staying_bytes(plan: Plan, costs: Costs) -> int:
     """The packs that the backward finds on a device, the last one among them."""
     assert plan.profile is not None
-    schedule = lower(plan, plan.profile.pack_costs(plan.packs), plan.profile.machine.free_bytes)
+    schedule = lower(plan, plan.profile.pack_costs(plan.packs), plan.profile.machine)
     staying = 0
     for tasks in schedule.devices:
         times = Counter(task.pack for task in tasks if task.kind is Errand.SWAP_IN)

@@ -116,7 +116,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.grid and plan.profile is not None:
         machine = plan.profile.machine
         packs = plan.profile.pack_costs(plan.packs)
-        print(lower(plan, packs, machine.free_bytes, pools_apart=machine.pools_apart))
+        print(lower(plan, packs, machine))
     _write(plan, {"predicted": prediction}, "Plan of a step", options)
     return 0
 

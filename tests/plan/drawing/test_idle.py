@@ -66,7 +66,7 @@ def test_what_nothing_explains_is_the_hosts() -> None:
 @limits(max_examples=30)
 def test_a_step_computes_or_is_idle(planned: tuple[Plan, tuple[Cost, ...]], machine: DeviceLimits) -> None:
     plan, packs = planned
-    step = replay(plan, lower(plan, packs, None), packs, DeviceLimits(None, machine.swap_in_bytes_per_second))
+    step = replay(plan, lower(plan, packs, DeviceLimits()), packs, DeviceLimits(None, machine.swap_in_bytes_per_second))
     for number, device in enumerate(step.devices):
         idle = idle_by_cause(step, number)
         assert device.compute_seconds + sum(idle.values()) == pytest.approx(step.seconds)

@@ -118,7 +118,9 @@ def test_what_comes_from_other_devices_is_not_told_among_what_goes_to_the_host()
 @limits(max_examples=30)
 def test_whatever_is_predicted_can_be_drawn(planned: tuple[Plan, tuple[Cost, ...]], machine: DeviceLimits) -> None:
     plan, packs = planned
-    prediction = replay(plan, lower(plan, packs, None), packs, DeviceLimits(None, machine.swap_in_bytes_per_second))
+    prediction = replay(
+        plan, lower(plan, packs, DeviceLimits()), packs, DeviceLimits(None, machine.swap_in_bytes_per_second)
+    )
     assert len(drawings(to_html(plan, {"predicted": prediction}, "A step"))) == plan.num_devices
 
 

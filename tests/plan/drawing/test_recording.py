@@ -28,7 +28,7 @@ RECORDING = Recording(STEP, predict(STEP), "just-in-time: nothing reads all grad
 @limits(max_examples=30)
 def test_what_is_written_is_read_back(planned: tuple[Plan, tuple[Cost, ...]], machine: DeviceLimits) -> None:
     plan, packs = planned
-    measured = replay(plan, lower(plan, packs, None), packs, replace(machine, capacity_bytes=None))
+    measured = replay(plan, lower(plan, packs, DeviceLimits()), packs, replace(machine, capacity_bytes=None))
     recording = Recording(plan, measured, "deferred: so")
     assert Recording.from_json(recording.to_json()) == recording
 

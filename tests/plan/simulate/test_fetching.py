@@ -11,6 +11,7 @@ from lightning_harmony.plan.simulate.fetching import Residence, fetch_ahead
 from lightning_harmony.plan.simulate.lowering import lower
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.plan.values.profile import DeviceLimits
 from lightning_harmony.plan.values.task import Errand
 from support.plans import names, plans
 
@@ -74,7 +75,7 @@ def test_to_fetch_ahead_swaps_what_is_swapped_on_demand(
     """Packs that were fetched ahead made way before their use, and came again: up to three quarters more was swapped."""
     plan, packs = planned
     ahead, on_demand = (
-        [task.pack for task in lower(each, packs, capacity).devices[0] if task.kind is Errand.SWAP_IN]
+        [task.pack for task in lower(each, packs, DeviceLimits(capacity)).devices[0] if task.kind is Errand.SWAP_IN]
         for each in (plan, replace(plan, lookahead=0))
     )
     assert sorted(ahead) == sorted(on_demand)
@@ -82,5 +83,5 @@ def test_to_fetch_ahead_swaps_what_is_swapped_on_demand(
 
 def test_the_schedule_fetches_ahead() -> None:
     plan = Plan(names(3), (0, 1, 2), 2, num_microbatches=1)
-    (tasks,) = lower(plan, [Cost("pack", 10, 0, copied_bytes=10)] * 3, 20).devices
+    (tasks,) = lower(plan, [Cost("pack", 10, 0, copied_bytes=10)] * 3, DeviceLimits(20)).devices
     assert " ".join(map(str, tasks[:8])) == "0SWAP_IN 1SWAP_IN 0F0 0EVICT 2SWAP_IN 1F0 2F0 2B0"

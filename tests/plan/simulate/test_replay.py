@@ -205,8 +205,8 @@ class TestTimes:
         packs = [replace(PACK, gradient_bytes=0)] * 2
         alone = chain(2, 1, 8)
         together = replace(alone, num_devices=2)
-        one = replay(alone, lower(alone, packs, None), packs, FREE)
-        two = replay(together, lower(together, packs, None), packs, FREE)
+        one = replay(alone, lower(alone, packs, DeviceLimits()), packs, FREE)
+        two = replay(together, lower(together, packs, DeviceLimits()), packs, FREE)
         assert one.seconds == 8 * (3 + 2)
         # The first device never waits: the second one, whose graphs are kept, has less to do.
         assert two.seconds == 8 * 3
@@ -216,7 +216,7 @@ class TestTimes:
         packs = [PACK, replace(PACK, forward_seconds=4.0, backward_seconds=8.0, recompute_seconds=0.0)]
         alone = chain(2, 1, 8, num_devices=2)
         spread = replace(alone, spread=frozenset({1}))
-        one, other = (replay(plan, lower(plan, packs, None), packs, FREE) for plan in (alone, spread))
+        one, other = (replay(plan, lower(plan, packs, DeviceLimits()), packs, FREE) for plan in (alone, spread))
         assert [device.compute_seconds for device in one.devices] == [8 * 3, 8 * 12]
         assert [device.compute_seconds for device in other.devices] == [8 * 3 + 4 * 12, 4 * 12]
         # It waits for the first microbatch, and that for its way back.
@@ -226,7 +226,7 @@ class TestTimes:
         """Those of another device cross over, 8 s each; the sum of one waits for that of the one before."""
         plan = chain(2, 1, 4, num_devices=2, spread=frozenset({1}))
         machine = DeviceLimits(None, None, None, 1.0)
-        devices = replay(plan, lower(plan, [PACK] * 2, None), [PACK] * 2, machine).devices
+        devices = replay(plan, lower(plan, [PACK] * 2, DeviceLimits()), [PACK] * 2, machine).devices
         times = {str(s.task): (s.start_seconds, s.end_seconds) for device in devices for s in device.spans}
         assert {name: times[name] for name in times if "1B" in name or "GATHER" in name or name == "1SWAP_OUT"} == {
             "1B0": (4, 5),
@@ -243,7 +243,7 @@ class TestTimes:
 
     def test_microbatches_on_devices_of_their_own_take_a_share_of_the_time(self) -> None:
         plan = chain(2, 1, 8, num_devices=4, parallel="data")
-        assert replay(plan, lower(plan, [PACK] * 2, None), [PACK] * 2, FREE).seconds == 2 * (3 + 2)
+        assert replay(plan, lower(plan, [PACK] * 2, DeviceLimits()), [PACK] * 2, FREE).seconds == 2 * (3 + 2)
 
 
 class TestBytes:
@@ -253,8 +253,8 @@ class TestBytes:
         num_packs, num_microbatches = 12, 6
         pack = Cost("pack", 10, 10, copied_bytes=10)
         plan = chain(num_packs, num_packs - 1, num_microbatches, num_devices=num_devices)
-        capacity = 20
-        swapped = replay(plan, lower(plan, [pack] * num_packs, capacity), [pack] * num_packs, DeviceLimits(capacity))
+        machine = DeviceLimits(20)
+        swapped = replay(plan, lower(plan, [pack] * num_packs, machine), [pack] * num_packs, machine)
         weights = sum(device.swapped_in_bytes["weights"] for device in swapped.devices)
         gradients = sum(device.swapped_out_bytes["gradients"] for device in swapped.devices)
         assert gradients == num_packs * 10
@@ -265,7 +265,7 @@ class TestBytes:
     def test_data_placement_swaps_weights_for_each_device_and_gradients_once(self, num_devices: int) -> None:
         pack = Cost("pack", 10, 10, copied_bytes=10)
         plan = chain(12, 11, 8, num_devices=num_devices, parallel="data")
-        swapped = replay(plan, lower(plan, [pack] * 12, 20), [pack] * 12, DeviceLimits(20))
+        swapped = replay(plan, lower(plan, [pack] * 12, DeviceLimits(20)), [pack] * 12, DeviceLimits(20))
         assert {device.swapped_in_bytes["weights"] for device in swapped.devices} == {10 * (24 - 1)}
         assert sum(device.swapped_out_bytes["gradients"] for device in swapped.devices) == 120
         assert sum(device.transferred_bytes for device in swapped.devices) == 120 * (num_devices - 1)
@@ -275,7 +275,7 @@ class TestBytes:
         # Narrow weights, whose gradients are as narrow until they are summed.
         pack = Cost("pack", 5, 10, copied_bytes=10)
         plan = chain(1, 0, 8, num_devices=num_devices, spread=frozenset({0}))
-        home, *others = replay(plan, lower(plan, [pack], None), [pack], FREE).devices
+        home, *others = replay(plan, lower(plan, [pack], DeviceLimits()), [pack], FREE).devices
         assert [device.swapped_in_bytes["weights"] for device in (home, *others)] == [10] * num_devices
         assert (home.swapped_out_bytes, home.transferred_bytes) == ({"gradients": 10}, 5 * (8 - 8 // num_devices))
         assert all(not device.swapped_out_bytes and not device.transferred_bytes for device in others)
@@ -285,12 +285,12 @@ class TestBytes:
         pack = Cost("pack", 10, 8, forward_seconds=1.0, backward_seconds=1.0)
         plan = chain(1, 0, 2, num_devices=2, spread=frozenset({0}))
         machine = DeviceLimits(None, None, None, 1.0)
-        home, other = replay(plan, lower(plan, [pack], None), [pack], machine).devices
+        home, other = replay(plan, lower(plan, [pack], DeviceLimits()), [pack], machine).devices
         assert home.memory == ((0.0, 10), (1.0, 18), (2.0, 16), (10.0, 0))
         assert other.memory == ((0.0, 10), (1.0, 18), (2.0, 8), (10.0, 0))
-        replay(plan, lower(plan, [pack], 26), [pack], replace(machine, capacity_bytes=26))
+        replay(plan, lower(plan, [pack], DeviceLimits(26)), [pack], replace(machine, capacity_bytes=26))
         with pytest.raises(PlanError, match="0GATHER0 on device 0: it takes 8 B, for which the capacity is 1 B short"):
-            replay(plan, lower(plan, [pack], None), [pack], replace(machine, capacity_bytes=25))
+            replay(plan, lower(plan, [pack], DeviceLimits()), [pack], replace(machine, capacity_bytes=25))
 
     def test_what_crosses_the_bus_may_be_more_than_what_arrives(self) -> None:
         (device,) = replay(TWO, grid(TWO_TASKS), [PACK] * 2, FREE).devices
@@ -360,7 +360,9 @@ class TestRules:
 
     def test_what_comes_from_another_device_is_transferred_once(self) -> None:
         plan = chain(2, 2, 1, num_devices=2)
-        first, second = map(str, str(lower(plan, [PACK] * 2, None)).replace("device 0 |", "").split("device 1 |"))
+        first, second = map(
+            str, str(lower(plan, [PACK] * 2, DeviceLimits())).replace("device 0 |", "").split("device 1 |")
+        )
         replay(plan, grid(first, second), [PACK] * 2, FREE)
         assert "its input is on device 0" in problem_of(
             plan, grid(first, second.replace("1TRANSFER_F0", "")), [PACK] * 2
@@ -372,7 +374,7 @@ class TestRules:
 
     def test_gradients_of_all_devices_are_added_in_their_order(self) -> None:
         plan = chain(1, 1, 3, num_devices=3, parallel="data")
-        first, *others = (" ".join(map(str, tasks)) for tasks in lower(plan, [PACK], None).devices)
+        first, *others = (" ".join(map(str, tasks)) for tasks in lower(plan, [PACK], DeviceLimits()).devices)
         assert "0REDUCE1 0REDUCE2" in first
         for after, problem in (
             ("0REDUCE2 0REDUCE1", "on device 2 are not what is to be added next"),
@@ -399,7 +401,7 @@ class TestRules:
         self, before: str, after: str, problem: str
     ) -> None:
         plan = chain(1, 0, 3, num_devices=2, spread=frozenset({0}))
-        home, other = (" ".join(map(str, tasks)) for tasks in lower(plan, [PACK], None).devices)
+        home, other = (" ".join(map(str, tasks)) for tasks in lower(plan, [PACK], DeviceLimits()).devices)
         assert before in home
         changed = grid(home.replace(before, after, 1), other)
         if problem:
@@ -432,7 +434,7 @@ class TestRules:
 
     def test_no_update_begins_before_the_whole_backward_has_ended(self) -> None:
         plan = chain(2, 2, 1, reuse="visit", lookahead=0)
-        (tasks,) = lower(plan, [PACK] * 2, None).devices
+        (tasks,) = lower(plan, [PACK] * 2, DeviceLimits()).devices
         text = " ".join(map(str, tasks))
         replay(plan, grid(text), [PACK] * 2, FREE)
         early = text.replace(" 1U", "").replace("1SWAP_OUT", "1SWAP_OUT 1U")
@@ -440,7 +442,7 @@ class TestRules:
 
     def test_devices_that_share_microbatches_each_send_their_sums_where_nothing_is_done_just_in_time(self) -> None:
         plan = chain(1, 1, 2, num_devices=2, parallel="data", reuse="visit", lookahead=0)
-        first, second = (" ".join(map(str, tasks)) for tasks in lower(plan, [PACK], None).devices)
+        first, second = (" ".join(map(str, tasks)) for tasks in lower(plan, [PACK], DeviceLimits()).devices)
         devices = replay(plan, grid(first, second), [PACK], FREE).devices
         assert [device.swapped_out_bytes["gradients"] for device in devices] == [8, 8]
         problem = problem_of(plan, grid(first, second.replace(" 0SWAP_OUT", "")), [PACK])
@@ -448,7 +450,7 @@ class TestRules:
 
     def test_a_task_that_another_device_never_does_is_waited_for_in_vain(self) -> None:
         plan = chain(2, 1, 1, kept=frozenset({0}), num_devices=2)
-        first, second = lower(plan, [PACK] * 2, None).devices
+        first, second = lower(plan, [PACK] * 2, DeviceLimits()).devices
         without = tuple(task for task in first if str(task) != "0F0")
         text = problem_of(plan, Schedule((without, second)), [PACK] * 2)
         assert "1TRANSFER_F0 on device 1: microbatch 0 has to run 0F0 before" in text
@@ -494,7 +496,7 @@ class TestMutations:
 
 def accepted(planned: Planned, machine: DeviceLimits) -> tuple[Plan, tuple[Cost, ...], Schedule]:
     plan, packs = planned
-    schedule = lower(plan, packs, machine.capacity_bytes)
+    schedule = lower(plan, packs, machine)
     assume(any(schedule.devices))
     try:
         replay(plan, schedule, packs, machine)
@@ -536,7 +538,7 @@ class TestProperties:
     @given(plans(), machines)
     def test_without_a_limit_what_lowering_emits_is_accepted(self, planned: Planned, machine: DeviceLimits) -> None:
         plan, packs = planned
-        schedule = lower(plan, packs, None)
+        schedule = lower(plan, packs, DeviceLimits())
         result = replay(plan, schedule, packs, replace(machine, capacity_bytes=None))
         for device, tasks in zip(result.devices, schedule.devices, strict=True):
             others = [span.task for span in device.spans if span.task.kind is not Errand.UPDATE]
@@ -568,7 +570,7 @@ class TestProperties:
     @given(plans(), machines)
     def test_faster_copies_never_make_an_unlimited_step_slower(self, planned: Planned, machine: DeviceLimits) -> None:
         plan, packs = planned
-        schedule = lower(plan, packs, None)
+        schedule = lower(plan, packs, DeviceLimits())
         slow = replay(plan, schedule, packs, replace(machine, capacity_bytes=None))
         assert replay(plan, schedule, packs, DeviceLimits()).seconds <= slow.seconds
 

@@ -13,12 +13,15 @@ from lightning_harmony.plan.simulate.fetching import Residence, fetch_ahead
 from lightning_harmony.plan.simulate.footprint import Footprint, footprints
 from lightning_harmony.plan.simulate.order import Run, Stay, owner, stays, summing_devices
 from lightning_harmony.plan.simulate.schedule import Schedule
+from lightning_harmony.plan.simulate.update_stream import update_seconds
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.plan.values.profile import DeviceLimits
 from lightning_harmony.plan.values.task import Errand, Phase, Task
 
-# For so many stays, what an update on the device uses up counts as there.
+# For so many stays at most, what an update on the device uses up counts as there; and for how many times its seconds.
 STAYS_OF_UPDATES = 2
+_UPDATE_MARGIN = 1.5
 # What comes and goes before lanes run through a place in the order of a phase, in order: swap-ins and evictions.
 Moves = Mapping[tuple[Phase, int], Sequence[Task]]
 
@@ -42,31 +45,25 @@ def told(plan: Plan) -> list[Told]:
     if plan.profile is None or not plan.just_in_time:
         return [Told({}, None)] * plan.num_devices
     machine, packs = plan.profile.machine, plan.profile.pack_costs(plan.packs)
-    lowered = _lowerings(plan, packs, machine.free_bytes, apart=machine.pools_apart)
-    return [Told(each.moves, each.lasting_bytes if machine.pools_apart else None) for each in lowered]
+    return [
+        Told(each.moves, each.lasting_bytes if machine.pools_apart else None)
+        for each in _lowerings(plan, packs, machine)
+    ]
 
 
-def lower(
-    plan: Plan,
-    packs: Sequence[Cost],
-    capacity_bytes: int | None,
-    *,
-    pools_apart: bool = False,
-    is_deferred: bool = False,
-) -> Schedule:
+def lower(plan: Plan, packs: Sequence[Cost], machine: DeviceLimits, *, is_deferred: bool = False) -> Schedule:
     """The tasks of each device. They are not checked: whether they fit is for `replay` to say.
 
     Args:
         plan: the plan.
         packs: what each pack costs.
-        capacity_bytes: what a step may take of a device; None for no limit.
-        pools_apart: whether weights leave what passes its memory.
+        machine: what the step runs on.
         is_deferred: whether updates come last, and not each behind its pack's gradients.
 
     Raises:
         PlanError: if the plan doesn't know its number of microbatches.
     """
-    lowered = _lowerings(plan, packs, capacity_bytes, apart=pools_apart)
+    lowered = _lowerings(plan, packs, machine)
     devices = [tuple(each.tasks) for each in lowered]
     if is_deferred:
         # Sorting keeps the order of all others.
@@ -74,15 +71,15 @@ def lower(
     return Schedule(tuple(devices), tuple(each.lasting_bytes for each in lowered))
 
 
-def _lowerings(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, apart: bool) -> "list[_Lowering]":
+def _lowerings(plan: Plan, packs: Sequence[Cost], machine: DeviceLimits) -> "list[_Lowering]":
     order, footprint = tuple(stays(plan)), footprints(plan, packs)
     numbers = range(plan.num_devices)
-    lowered = [_Lowering(plan, packs, footprint, capacity_bytes, device, order) for device in numbers]
-    if capacity_bytes is None or not apart or not plan.just_in_time:
+    lowered = [_Lowering(plan, packs, footprint, machine, device, order) for device in numbers]
+    if machine.free_bytes is None or not machine.pools_apart or not plan.just_in_time:
         return lowered
     # What passes does not depend on which weights stay.
     limits = [each.lasting_bytes for each in lowered]
-    return [_Lowering(plan, packs, footprint, capacity_bytes, device, order, limits[device]) for device in numbers]
+    return [_Lowering(plan, packs, footprint, machine, device, order, limits[device]) for device in numbers]
 
 
 class _Lowering:
@@ -99,15 +96,16 @@ class _Lowering:
         plan: Plan,
         packs: Sequence[Cost],
         footprint: Sequence[Footprint],
-        capacity_bytes: int | None,
+        machine: DeviceLimits,
         device: int,
         order: Sequence[Stay],
         lasting_bytes: int | None = None,
     ) -> None:
+        capacity_bytes = machine.free_bytes
         # What of the capacity neither weights nor sums may have.
         self._apart_bytes = 0 if capacity_bytes is None or lasting_bytes is None else capacity_bytes - lasting_bytes
-        self._plan, self._packs, self._capacity_bytes = plan, packs, capacity_bytes
-        self._device = device
+        self._plan, self._packs, self._footprint = plan, packs, footprint
+        self._machine, self._capacity_bytes, self._device = machine, capacity_bytes, device
         self._computing = computing = Computing(plan, footprint, device)
         self._stays = [Stay(stay.phase, stay.place, runs) for stay in order if (runs := computing.here(stay.runs))]
         self._wanted = [self._packs_of(stay) for stay in self._stays]
@@ -120,6 +118,8 @@ class _Lowering:
         self._held = Held()
         # Until which stay, and how much, updates use up.
         self._staying = deque[tuple[int, int]]()
+        # When the stays so far have computed, and when the updates behind them have ended.
+        self._computed_at = self._updated_at = 0.0
         # Of the stay that is lowered: what comes behind its computing.
         self._behind: list[Task] = []
         self._now = 0
@@ -159,6 +159,7 @@ class _Lowering:
         computing, behind, needed = [], [], []
         for stay in self._stays:
             self._end_updates()
+            self._computed_at += self._seconds_of(stay)
             tasks, held = self._computing.compute(stay, self._held)
             if self._plan.just_in_time:
                 self._drop(stay, held)
@@ -326,7 +327,25 @@ class _Lowering:
         weight_bytes = cost.master_bytes or cost.weight_bytes
         self._held.num_bytes += weight_bytes
         self._held.sum_bytes += weight_bytes
-        self._staying.append((self._now + STAYS_OF_UPDATES, cost.gradient_bytes + weight_bytes))
+        self._staying.append((self._last_stay_of_update(pack), cost.gradient_bytes + weight_bytes))
+
+    def _last_stay_of_update(self, pack: int) -> int:
+        """The last stay that begins before the update of a pack ends which is next in turn, as far as its speed is known."""
+        last = self._now + STAYS_OF_UPDATES
+        if self._machine.update_bytes_per_second is None:
+            return last
+        seconds = update_seconds(self._packs[pack], self._machine, stays=pack in self._plan.state_on_device)
+        until = self._updated_at = max(self._updated_at, self._computed_at) + _UPDATE_MARGIN * seconds
+        begins, number = self._computed_at, self._now
+        while begins < until and number < min(last, len(self._stays) - 1):
+            number += 1
+            begins += self._seconds_of(self._stays[number])
+        return max(number, self._now + 1)
+
+    def _seconds_of(self, stay: Stay) -> float:
+        """What the runs of a stay compute for."""
+        runs = ((self._footprint[run.position], run.phase is Phase.FORWARD) for run in stay.runs)
+        return sum(each.forward_seconds if is_forward else each.backward_seconds for each, is_forward in runs)
 
     def _end_updates(self) -> None:
         """What updates have used up by a stay is gone."""

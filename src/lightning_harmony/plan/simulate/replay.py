@@ -35,8 +35,9 @@ from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.simulate.gradient_rules import GradientRules
 from lightning_harmony.plan.simulate.lane_rules import LaneRules
 from lightning_harmony.plan.simulate.lowering import lower
-from lightning_harmony.plan.simulate.replay_state import BrokenRuleError, Device, NotYetError, ReplayState, seconds_of
+from lightning_harmony.plan.simulate.replay_state import BrokenRuleError, Device, NotYetError, ReplayState
 from lightning_harmony.plan.simulate.schedule import Schedule
+from lightning_harmony.plan.simulate.update_stream import seconds_of
 from lightning_harmony.plan.simulate.validity import refuse_invalid
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
@@ -63,7 +64,7 @@ def predict(plan: Plan, machine: DeviceLimits | None = None, *, is_deferred: boo
     packs = plan.profile.pack_costs(plan.packs)
     return replay(
         plan,
-        lower(plan, packs, machine.free_bytes, pools_apart=machine.pools_apart, is_deferred=is_deferred),
+        lower(plan, packs, machine, is_deferred=is_deferred),
         packs,
         machine,
     )
