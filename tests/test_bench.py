@@ -52,6 +52,40 @@ def test_the_table_the_picture_and_the_rows_go_from_the_least_that_trains_to_all
     assert least["speed"] == pytest.approx(plain["seconds"] / least["seconds"])
 
 
+@pytest.mark.nightly
+def test_a_model_of_the_users_is_trained_in_the_place_of_the_transformer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    sizes = ["num_hidden_layers=2", "hidden_size=16", "num_attention_heads=2", "intermediate_size=16", "vocab_size=40"]
+    more = ["--batch-size=4", "--sequence-length=8", "--budgets=1", "--steps=1", "--accelerator=cpu"]
+    picture = tmp_path / "bench.png"
+    assert main(["bench", "transformers.BertConfig", *sizes, *more, "--picture", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("BertForMaskedLM, ")
+    assert "32 tokens a step, 2 microbatches" in out
+    assert picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["transformers.BertConfig", "--hidden=32"], "--hidden is of the transformer that is trained where no model is named"),
+        (["--sequence-length=8"], "--batch and --sequence-length are of a model: name one, or give --length"),
+        (["collections.Counter"], "a model was expected, not Counter"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_is_of_a_model_and_what_of_the_transformer_is_told_apart(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "--accelerator=cpu", *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -11,14 +11,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from math import gcd
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_harmony.engine.measure.this_machine import describe_versions, measure_machine
 from lightning_harmony.errors import CapacityError
@@ -32,49 +32,18 @@ from lightning_harmony.plan.values.machine import Machine
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.reporting.figures import refuse_format, refuse_without_folder
 from lightning_harmony.reporting.speed_curve import OURS, PLAIN, Point, Series, draw_curve
+from lightning_harmony.workload import Sizes, Workload, workload_of
 
 # The first step measures and the next ones make the plan; on a GPU, memory is page-locked and the allocator settles.
 WARM_UP_STEPS = {"gpu": 6, "cpu": 3}
 MEASURED_STEPS = {"gpu": 6, "cpu": 3}
 BUDGETS = {"gpu": 4, "cpu": 3}
+NUM_MICROBATCHES = {"gpu": 8, "cpu": 2}
+# Which are trained on again and again.
+_NUM_BATCHES = 4
 # Estimates are some per cent off, those of training in memory by what the optimizer's step takes meanwhile.
 LEAST_SPARE, MOST_SPARE = 1.05, 1.15
 _HEAD = ("device memory", "a step", "speed", "predicted", "predicted peak", "peak", "packs")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is trained.
-
-    Attributes:
-        hidden: numbers for each token between the layers.
-        layers: of the transformer.
-        length: tokens of a sample.
-        batch_size: samples of a step.
-        num_microbatches: into which a step is split.
-        vocabulary: different tokens.
-    """
-
-    hidden: int
-    layers: int
-    length: int = 1024
-    batch_size: int = 32
-    num_microbatches: int = 8
-    vocabulary: int = 32000
-
-    def __post_init__(self) -> None:
-        for name, number in asdict(self).items():
-            if number < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {number}")
-        if self.hidden > 64 and self.hidden % 64:
-            raise ValueError(
-                f"--hidden {self.hidden}: each head has 64 numbers, so give a multiple of 64, or less than that"
-            )
-        if self.batch_size % self.num_microbatches:
-            raise ValueError(
-                f"--num-microbatches {self.num_microbatches} must divide --batch-size {self.batch_size}: plain Lightning "
-                "takes the microbatches as batches of its own, which have one size"
-            )
 
 
 # On a GPU, the first of these whose training fits there and on the host; on the CPU, one that takes seconds.
@@ -107,32 +76,6 @@ class Row:
     failure: str = ""
 
 
-class Transformer(pl.LightningModule):
-    """A plain transformer that is trained to tell a word from each of its words."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        hidden, heads = sizes.hidden, max(1, sizes.hidden // 64)
-        self.tokens = nn.Embedding(sizes.vocabulary, hidden)
-        self.positions = nn.Embedding(sizes.length, hidden)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, 0.0, "gelu", batch_first=True, norm_first=True)
-            for _ in range(sizes.layers)
-        )
-        self.norm = nn.LayerNorm(hidden)
-        self.head = nn.Linear(hidden, sizes.vocabulary, bias=False)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # noqa: D102
-        words, targets = batch
-        x = self.tokens(words) + self.positions(torch.arange(words.shape[1], device=words.device))
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:  # noqa: D102
-        return torch.optim.AdamW(self.parameters(), lr=1e-5)
-
-
 class _Clock(pl.Callback):
     """Notes when each step ends. On a GPU that is when the host has launched it, which is at most some launches ahead."""
 
@@ -154,7 +97,7 @@ class Bench:
     """A benchmark of this machine.
 
     Args:
-        sizes: what is trained.
+        workload: what is trained.
         outlook: what the estimate says of it without a limit.
         machine: where.
         precision: as for Lightning's Trainer.
@@ -162,7 +105,7 @@ class Bench:
         num_steps: that are measured.
     """
 
-    sizes: Sizes
+    workload: Workload
     outlook: Estimate
     machine: Machine
     precision: str
@@ -180,7 +123,7 @@ class Bench:
         """What is needed where there is no more than that: packs and layers are the smaller, the less a device has."""
         need = self.outlook.outlook.need.num_bytes
         for _ in range(2):
-            need = min(need, _estimate(self.sizes, self.precision, self.machine, need).outlook.need.num_bytes)
+            need = min(need, _estimate(self.workload, self.precision, self.machine, need).outlook.need.num_bytes)
         return need
 
     def plain(self) -> Row:
@@ -190,17 +133,15 @@ class Bench:
             ValueError: if there is too little memory.
         """
         try:
-            seconds, peak, _ = self._fit("auto", self.sizes.num_microbatches)
+            seconds, peak, _ = self._fit("auto", self.workload.num_microbatches)
         except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"plain Lightning runs out of memory: use a smaller --hidden, --layers or --length ({error})"
-            ) from error
+            raise ValueError(f"plain Lightning runs out of memory: {self.workload.smaller} ({error})") from error
         return Row(None, seconds, 1.0, peak_bytes=peak)
 
     def harmony(self, budget: int, plain: Row) -> Row:
         """Train under a budget."""
         strategy = HarmonyStrategy(
-            device_memory=budget, num_microbatches=self.sizes.num_microbatches, profile_cache=False
+            device_memory=budget, num_microbatches=self.workload.num_microbatches, profile_cache=False
         )
         row = Row(budget)
         try:
@@ -222,12 +163,11 @@ class Bench:
 
     def _fit(self, strategy: Any, accumulate: int) -> tuple[float, int | None, Any]:
         """Seconds of a step, bytes allocated at the most, and the strategy that trained."""
-        sizes, clock, warm_up = self.sizes, _Clock(), WARM_UP_STEPS[self.accelerator]
+        clock, warm_up = _Clock(), WARM_UP_STEPS[self.accelerator]
         torch.manual_seed(0)
         # Trainers and models refer to each other: an earlier one would still hold its memory.
         gc.collect()
-        shape = (4 * sizes.batch_size, sizes.length)
-        made = TensorDataset(*(torch.randint(0, sizes.vocabulary, shape) for _ in range(2)))
+        made = [*self.workload.batches(_NUM_BATCHES, splits=accumulate)]
         if self.accelerator == "gpu":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -244,13 +184,16 @@ class Bench:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Transformer(sizes), DataLoader(made, sizes.batch_size // accumulate))
+        trainer.fit(self.workload.build(), DataLoader(made, batch_size=None))  # type: ignore[arg-type]
         peak = torch.cuda.max_memory_allocated() if self.accelerator == "gpu" else None
         return clock.seconds(warm_up), peak, trainer.strategy
 
 
 def run(
     *,
+    model: Any = None,
+    batch: Any = None,
+    sequence_length: int | None = None,
     accelerator: str | None = None,
     precision: str | None = None,
     steps: int | None = None,
@@ -263,6 +206,9 @@ def run(
     """Train in memory and under several budgets; print a table, draw the curve.
 
     Args:
+        model: a function that makes a LightningModule, or the configuration of a Hugging Face model; None for a transformer.
+        batch: an example batch of the model, as for `estimate`.
+        sequence_length: tokens of a sample of a Hugging Face model.
         accelerator: "gpu" or "cpu"; None for the GPU if there is one.
         precision: as for Lightning's Trainer; None for bf16-mixed on a GPU, else 32-true.
         steps: to measure in each training; None for 6 on a GPU, else 3.
@@ -270,7 +216,8 @@ def run(
         picture: where the curve goes.
         json_file: where the rows go, if anywhere.
         show: takes a line.
-        sizes: in place of those that the machine suggests, as attributes of `Sizes`.
+        sizes: of the transformer in place of those that the machine suggests, as attributes of `Sizes`; with a model, its
+            batch_size and num_microbatches.
 
     Raises:
         ValueError: if an argument makes no sense, or the model does not fit in memory.
@@ -288,7 +235,12 @@ def run(
     refuse_format(picture)
     if json_file is not None:
         refuse_without_folder(json_file)
-    candidates = [replace(each, **sizes) for each in (GPU_SIZES if on_gpu else [CPU_SIZES])]
+    if model is None:
+        if batch is not None or sequence_length is not None:
+            raise ValueError("--batch and --sequence-length are of a model: name one, or give --length")
+        candidates = [replace(each, **sizes).workload() for each in (GPU_SIZES if on_gpu else [CPU_SIZES])]
+    else:
+        candidates = [_of_model(model, batch, sequence_length, accelerator, **sizes)]
     # Nobody watches what Lightning and torch say of trainings.
     with quiet("lightning.pytorch"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -310,31 +262,52 @@ def run(
     return rows
 
 
-def _fitting(candidates: list[Sizes], precision: str, num_steps: int | None, accelerator: str) -> Bench:
+def _of_model(
+    model: Any,
+    batch: Any,
+    sequence_length: int | None,
+    accelerator: str,
+    *,
+    batch_size: int | None = None,
+    num_microbatches: int | None = None,
+    **of_transformer: int,
+) -> Workload:
+    if of_transformer:
+        raise ValueError(
+            f"--{next(iter(of_transformer))} is of the transformer that is trained where no model is named: give the model's "
+            "own arguments, as in transformers.GPT2Config n_layer=24"
+        )
+    given = num_microbatches or NUM_MICROBATCHES[accelerator]
+    found = workload_of(
+        model, batch, batch_size=batch_size, sequence_length=sequence_length, num_microbatches=num_microbatches or 1
+    )
+    return found if num_microbatches else replace(found, num_microbatches=gcd(found.batch_size, given))
+
+
+def _fitting(candidates: list[Workload], precision: str, num_steps: int | None, accelerator: str) -> Bench:
     """The largest model whose training fits in memory.
 
     Raises:
         ValueError: if none does.
     """
     machine = measure_machine()
-    for sizes in dict.fromkeys(candidates):
-        outlook = _estimate(sizes, precision, replace(machine, device_bytes=None), None)
+    for workload in candidates:
+        outlook = _estimate(workload, precision, replace(machine, device_bytes=None), None)
         room = machine.device_bytes if accelerator == "gpu" else machine.host_bytes
         if (room is None or MOST_SPARE * outlook.in_memory_bytes < room) and outlook.fits_host(outlook.chosen):
-            return Bench(sizes, outlook, machine, precision, accelerator, num_steps or MEASURED_STEPS[accelerator])
+            return Bench(workload, outlook, machine, precision, accelerator, num_steps or MEASURED_STEPS[accelerator])
     raise ValueError(
-        f"the smallest model takes {format_bytes(outlook.in_memory_bytes)} in memory, for plain Lightning to train it, and "
+        f"{workload.text} takes {format_bytes(outlook.in_memory_bytes)} in memory, for plain Lightning to train it, and "
         f"{format_bytes(outlook.outlook.host.least_bytes)} of the host, which has {format_bytes(machine.host_bytes or 0)}: "
-        "use a smaller --hidden, --layers, --length or --batch-size"
+        f"{workload.smaller}"
     )
 
 
-def _estimate(sizes: Sizes, precision: str, machine: Machine, limit: int | None) -> Estimate:
-    batch = torch.empty(sizes.batch_size, sizes.length, dtype=torch.int64, device="meta")
+def _estimate(workload: Workload, precision: str, machine: Machine, limit: int | None) -> Estimate:
     return estimate(
-        lambda: Transformer(sizes),
-        [batch, batch],
-        num_microbatches=sizes.num_microbatches,
+        workload.estimated,
+        workload.batch,
+        num_microbatches=workload.num_microbatches,
         precision=precision,
         machine=replace(machine, device_bytes=None),
         device_memory=limit,
@@ -346,15 +319,15 @@ def _estimate(sizes: Sizes, precision: str, machine: Machine, limit: int | None)
 
 def _describe(bench: Bench) -> list[str]:
     """Model, machine and versions."""
-    sizes, outlook = bench.sizes, bench.outlook
+    workload, outlook = bench.workload, bench.outlook
     where = bench.machine.name
     if bench.accelerator == "cpu":
         where = (
             f"a virtual device in the memory of {_cpu_name()}: this shows what it does, and not how fast a GPU would be"
         )
     return [
-        f"transformer, {outlook.num_parameters / 1e6:.3g} M parameters, {sizes.layers} layers of {sizes.hidden}, "
-        f"{bench.precision}, AdamW; {sizes.batch_size * sizes.length:,} tokens a step, {sizes.num_microbatches} microbatches",
+        f"{workload.text}, {outlook.num_parameters / 1e6:.3g} M parameters, {bench.precision}, {outlook.optimizer}; "
+        f"{outlook.items_per_step:,} {outlook.items} a step, {workload.num_microbatches} microbatches",
         where,
         describe_versions(),
     ]

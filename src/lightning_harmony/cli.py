@@ -176,19 +176,11 @@ def _add_estimate(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        help="import path of a LightningModule, of a function that returns one, or of a Hugging Face configuration; or a "
-        "file or folder with such a configuration, or a model's name on the Hugging Face Hub",
-    )
-    parser.add_argument("arguments", nargs="*", metavar="name=value", help="its arguments")
+    _add_model(parser)
     parser.add_argument(
         "--config", help="configuration of a LightningCLI application; what is given besides goes first"
     )
-    parser.add_argument("--batch", help='types and shapes of a batch, such as "int64[8, 128], int64[8, 128]"')
     parser.add_argument("--batch-size", type=int, help="samples of a step of a Hugging Face model (default: 8)")
-    parser.add_argument("--sequence-length", type=int, help="tokens of each (default: up to 1024)")
     parser.add_argument("--device-memory", help="as for HarmonyStrategy, such as 24GiB (default: all of the device's)")
     parser.add_argument(
         "--host-memory", help="what the host has, such as 128GiB (default: what is known of the machine)"
@@ -214,6 +206,20 @@ def _add_estimate(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.set_defaults(run=_estimate)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="import path of a LightningModule, of a function that returns one, or of a Hugging Face configuration; or a "
+        "file or folder with such a configuration, or a model's name on the Hugging Face Hub",
+    )
+    parser.add_argument("arguments", nargs="*", metavar="name=value", help="its arguments")
+    parser.add_argument("--batch", help='types and shapes of a batch, such as "int64[8, 128], int64[8, 128]"')
+    parser.add_argument(
+        "--sequence-length", type=int, help="tokens of a sample of a Hugging Face model (default: up to 1024)"
+    )
 
 
 def _estimate(options: argparse.Namespace) -> int:
@@ -252,15 +258,19 @@ def _estimate(options: argparse.Namespace) -> int:
 def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="train a small transformer with more and less device memory, and draw the speed",
-        description="Train a transformer on this machine with plain Lightning in memory, and with harmony in more and less "
-        "device memory. Print the seconds of a step, and draw speed against memory.",
+        help="train a model with more and less device memory, and draw the speed",
+        description="Train a transformer, or a model with random weights on random batches, on this machine with plain "
+        "Lightning in memory, and with harmony in more and less device memory. Print the seconds of a step, and draw speed "
+        "against memory.",
     )
+    _add_model(parser)
     parser.add_argument("--accelerator", choices=("gpu", "cpu"), help="default: the GPU if there is one")
     parser.add_argument("--precision", help="as for Lightning's Trainer (default: bf16-mixed on a GPU, else 32-true)")
     parser.add_argument("--budgets", type=int, help="how many limits of device memory (default: 4 on a GPU, else 3)")
     parser.add_argument("--steps", type=int, help="steps to measure in each training (default: 6 on a GPU, else 3)")
-    sizes = parser.add_argument_group("the model", "its size follows from the memory of this machine, where not given")
+    sizes = parser.add_argument_group(
+        "the transformer", "where no model is named; its size follows from the memory of this machine, where not given"
+    )
     for name, meaning in _SIZES.items():
         sizes.add_argument(f"--{name.replace('_', '-')}", type=int, help=meaning)
     parser.add_argument("--picture", type=Path, default=Path("bench.png"), help="default: bench.png (or .svg, .pdf)")
@@ -279,8 +289,12 @@ _SIZES = {
 
 def _bench(options: argparse.Namespace) -> int:
     from lightning_harmony import bench
+    from lightning_harmony.estimating.application import find_model, parse_arguments, parse_batch
 
     rows = bench.run(
+        model=None if options.model is None else find_model(options.model, parse_arguments(options.arguments)),
+        batch=None if options.batch is None else parse_batch(options.batch),
+        sequence_length=options.sequence_length,
         accelerator=options.accelerator,
         precision=options.precision,
         steps=options.steps,

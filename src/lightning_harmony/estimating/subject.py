@@ -357,7 +357,7 @@ class _WithLoss(nn.Module):
 
 
 def _of_config(config: Any, batch: Any, batch_size: int, sequence_length: int | None) -> Subject:
-    model = build(lambda: _model_class(config)._from_config(copy.deepcopy(config)))
+    model = build(lambda: model_class(config)._from_config(copy.deepcopy(config)))
     notes = []
     if batch is None:
         batch, note = _default_batch(config, model, batch_size, sequence_length)
@@ -369,7 +369,12 @@ def _of_config(config: Any, batch: Any, batch_size: int, sequence_length: int | 
     return _subject(type(model).__name__, module, module.__call__, batch, None, notes)
 
 
-def _model_class(config: Any) -> Any:
+def model_class(config: Any) -> Any:
+    """The class of the transformers library whose models a configuration describes, one with a loss.
+
+    Raises:
+        UnsupportedModelError: if none is known.
+    """
     transformers = import_module("transformers")
     names = getattr(config, "architectures", None) or []
     if names and hasattr(transformers, names[0]):
