@@ -195,7 +195,7 @@ def test_a_signal_in_a_step_that_fails_is_delivered_when_the_module_is_an_ordina
 
 def test_a_signal_in_a_validation_is_delivered_after_its_batch(handled: Any) -> None:
     heard: list[bool] = []
-    handled(signal.SIGALRM, lambda *_: heard.append(trainer.strategy._swapped.engine.is_running))
+    handled(signal.SIGALRM, lambda *_: heard.append(trainer.strategy._swapped.engine.step.is_driven))
     trainer = trainer_for(harmony())
 
     class Validates(Model):

@@ -205,7 +205,7 @@ class WholeStates(StreamedCheckpoints):
         Raises:
             RuntimeError: in the middle of a step, or after one that failed when a part of its updates had been made.
         """
-        if self._swapped is not None and self._swapped.engine.is_running:
+        if self._swapped is not None and self._swapped.engine.step.is_driven:
             raise RuntimeError(
                 "the state of the module was asked for in the middle of a step, in which layers are swapped and updated: "
                 "save checkpoints in a hook such as on_train_batch_end, not in the step"

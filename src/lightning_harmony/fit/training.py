@@ -158,7 +158,7 @@ class Training:
         """
         self.engine.updater.postponed.finish()
         self.deferred.policy.was_asked = True
-        self.deferred.policy.was_asked_between |= not self.engine.is_running
+        self.deferred.policy.was_asked_between |= not self.engine.step.is_driven
         is_in_backward = torch._C._current_graph_task_id() != -1
         if not is_in_backward and layer_of_caller() is None:
             return
@@ -244,7 +244,7 @@ class Training:
                 interleave=interleave,
                 on_plan=limit,
             )
-            if not self.engine.is_sequential:
+            if not self.engine.step.is_sequential:
                 self._budget.check(is_deferred=self._is_deferred())
 
         limit()

@@ -207,16 +207,16 @@ class Interleaving:
 
         def switch(microbatch: int) -> None:
             logs.microbatch = microbatch
-            if undo is not None and reads is not None and not engine.is_sequential:
+            if undo is not None and reads is not None and not engine.step.is_sequential:
                 undo.note_turn(microbatch)
                 reads.leave()
                 self._attributes.switch(microbatch)
                 reads.enter(microbatch)
-            elif not engine.runs_whole:
+            elif not engine.step.runs_whole:
                 self._ends.switch(microbatch)
 
         def note_compiled(given: Sequence[Tensor]) -> None:
-            who = watch if engine.is_sequential else reads
+            who = watch if engine.step.is_sequential else reads
             if who is not None:
                 who.note_compiled(given)
 
@@ -234,13 +234,13 @@ class Interleaving:
                 if each is not None:
                     stack.callback(each.close)
             forward(undo is not None)
-            if undo is not None and reads is not None and not engine.is_sequential:
+            if undo is not None and reads is not None and not engine.step.is_sequential:
                 self._check_turns(undo, reads)
             # Not what is logged, which follows.
             is_collective = self._is_collective()
-        if not engine.is_sequential:
+        if not engine.step.is_sequential:
             return
-        if not engine.runs_whole:
+        if not engine.step.runs_whole:
             self._ends.end_forward()
         if watch is not None:
             self._conclude(watch, len(sizes), is_collective)

@@ -48,7 +48,7 @@ class StepReports:
         before, self._state_bytes = self._state_bytes, self._state_size.num_bytes(optimizers) - disk.used_bytes
         most = max(engine.pool.take_peak_bytes() + before, engine.pool.num_bytes + self._state_bytes)
         engine.planner.note_seconds(seconds)
-        is_alone = engine.is_sequential and num_microbatches > 1
+        is_alone = engine.step.is_sequential and num_microbatches > 1
         predicted = None if is_alone else engine.step_plan.predicted
         self.last = StepReport(
             seconds=seconds,

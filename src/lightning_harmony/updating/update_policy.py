@@ -103,7 +103,7 @@ class UpdatePolicy:
             self.wish == "deferred"
             or (trainer.gradient_clip_val and not self.clips_late())
             or self.scaler is not None
-            or self.engine.reentrant
+            or self.engine.step.is_reentrant
             or self.backward_reader is not None
             or gradient_readers(tree, trainer)
         )
@@ -120,7 +120,7 @@ class UpdatePolicy:
             return f"gradient_clip_val={trainer.gradient_clip_val} needs all gradients"
         if self.scaler is not None:
             return "the gradient scaler checks all gradients"
-        if self.engine.reentrant:
+        if self.engine.step.is_reentrant:
             return "layers are called during the backward (reentrant checkpointing)"
         reason = self.backward_reader or self._why_default_dtype() or watcher_of(self._optimizers[0])
         if reason is not None:

@@ -93,9 +93,9 @@ def test_gradients_are_those_of_plain_training_in_each_step(
     with executor_of(model, num_devices) as executor:
         for number in range(3):
             step(executor, model, parts, interleave=interleave)
-            assert executor.is_sequential == (number == 0 or not interleave)
+            assert executor.step.is_sequential == (number == 0 or not interleave)
             assert same(gradients(model), expected)
-            assert not executor.is_running
+            assert not executor.step.is_driven
 
 
 def test_listeners_are_told_whose_turn_it_is_until_others_take_their_place(
@@ -180,7 +180,7 @@ def test_an_error_in_a_microbatch_ends_the_step_and_not_the_next_one(
         broken = [*microbatches(model, parts[:1]), Microbatch(fail, Fraction(1, 2), 1)]
         with pytest.raises(ZeroDivisionError):
             executor.forward(broken, num_elements=1, predicted_gradient=None)
-        assert not executor.is_running
+        assert not executor.step.is_driven
         step(executor, model, parts)
         assert same(gradients(model), plain(copy.deepcopy(model), parts))
 

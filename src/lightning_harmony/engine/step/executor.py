@@ -111,29 +111,9 @@ class Executor:
         """The parameters of each pack, those first that a forward needs first."""
         return [pack.parameters for pack in self._placement.in_order()]
 
-    @property
-    def reentrant(self) -> bool:
-        """Whether layers were called in a backward, as reentrant checkpointing does."""
-        return self._sums.reentrant
-
     def notify(self, listeners: Listeners | None = None) -> None:
         """Say who is told of the steps from now on: nobody else than these."""
         self.step.listeners = listeners or Listeners()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether lanes run, or wait for each other: parameters are then not what they are between hooks."""
-        return self._runner.is_running
-
-    @property
-    def is_sequential(self) -> bool:
-        """Whether the microbatches of the step run one after the other, in the calling thread."""
-        return self.step.is_sequential
-
-    @property
-    def runs_whole(self) -> bool:
-        """Whether the backward of each microbatch of the step follows its forward at once, before the next one begins."""
-        return self.step.runs_whole
 
     def buffer_of_several_visits(self) -> str | None:
         """In a step, a buffer that a microbatch changes in one visit of a layer and finds in another; None if none is."""

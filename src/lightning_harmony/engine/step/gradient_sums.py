@@ -37,10 +37,6 @@ class GradientSums:
         updater: takes them.
         observer: knows whether copies are timed.
         profiler: times them.
-
-    Attributes:
-        reentrant: whether layers were called in a backward (reentrant checkpointing). Which of their gradients are the last
-            is not known before the end of it.
     """
 
     _model: SwappedModel
@@ -52,7 +48,6 @@ class GradientSums:
     _profiler: Profiler
 
     def __post_init__(self) -> None:
-        self.reentrant = False
         self.reset()
 
     def reset(self) -> None:
@@ -142,7 +137,7 @@ class GradientSums:
         Raises:
             UnsupportedModelError: if its gradients have been handed over to an update.
         """
-        self.reentrant = True
+        self._step.is_reentrant = True
         if not self._updater.uses_gradients_at_once:
             return
         # Also in another pack, as where a function of its own recomputes what a layer has computed.
@@ -159,7 +154,7 @@ class GradientSums:
 
     def deliver_final(self, packs: Iterable[int]) -> None:
         """Hand over the gradients of those packs of which no further backward is expected."""
-        if self.reentrant or not self._placement.plan.just_in_time:
+        if self._step.is_reentrant or not self._placement.plan.just_in_time:
             return
         self._deliver(
             index

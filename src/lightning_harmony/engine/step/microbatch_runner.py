@@ -43,9 +43,6 @@ class MicrobatchRunner:
         runtime: serves the layers that microbatches call.
         glue: the code between layers.
         discard_record: discards the record that predicted something else than what happens; returns a word on it.
-
-    Attributes:
-        is_running: whether lanes run, or wait for each other.
     """
 
     _step: Step
@@ -59,7 +56,6 @@ class MicrobatchRunner:
     _discard_record: Callable[[], str]
 
     def __post_init__(self) -> None:
-        self.is_running = False
         self._devices = self._transfers.devices
         self.end()
 
@@ -90,7 +86,7 @@ class MicrobatchRunner:
         step = self._step
         # Hooks have run between the forward and the backward.
         step.buffer_copies.refuse_changed()
-        self.is_running = True
+        step.is_driven = True
         try:
             # A compiled container around layers runs as it is written where its operations may be on several devices.
             whole = torch.compiler.set_stance("force_eager") if len(self._devices) > 1 else nullcontext()
@@ -114,7 +110,7 @@ class MicrobatchRunner:
                 )
             raise
         finally:
-            step.granted, self.is_running = None, False
+            step.granted, step.is_driven = None, False
 
     def abort(self) -> None:
         """Unwind all lanes."""

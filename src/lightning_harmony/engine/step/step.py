@@ -95,6 +95,9 @@ class Step:
         gradient_flags: what its code says of parameters that need gradients.
         read_buffers: the buffers of layers that others have read, and the layers.
         buffer_copies: what those have read.
+        is_driven: whether lanes run, or wait for each other: parameters are then not what they are between hooks.
+        is_reentrant: whether layers were called in a backward, in any step so far (reentrant checkpointing). Which of their
+            gradients are the last is not known before the end of it.
         in_backward: whether the gradient of its loss has come.
         has_trained: whether there was a training step before it.
         upstream: that gradient.
@@ -117,7 +120,7 @@ class Step:
         self.gradient_flags = GradientFlags()
         self.read_buffers: dict[BufferKey, SwappedLayer] = {}
         self.buffer_copies = ReadBuffers()
-        self.in_backward = self.has_trained = False
+        self.in_backward = self.has_trained = self.is_driven = self.is_reentrant = False
         self.upstream = torch.ones(())
         self.random = RandomStreams([], [])
         self.averaging: Averaging | None = None
