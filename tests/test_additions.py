@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_harmony.held.additions import added_to
+from lightning_harmony.held.reads import added_to
 
 NUMBER = 1
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers.utils import ModelOutput
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
-from lightning_harmony.microbatches.kept_batch import KeptBatch
+from lightning_harmony.microbatches.remembered import KeptBatch
 from support.same_training import placed
 
 pytestmark = [

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_harmony import CapacityError, HarmonyStrategy
-from lightning_harmony.microbatches.separability import explain_difference
+from lightning_harmony.microbatches.split_check import explain_difference
 from support import nets
 from support.same_training import Net, trainer_for
 

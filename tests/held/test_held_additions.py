@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_harmony.held.additions import added_to
+from lightning_harmony.held.reads import added_to
 
 
 class Asked:

@@ -24,7 +24,6 @@ from lightning_harmony.held.held_state import Held, Kind, is_plain
 from lightning_harmony.held.places import Places
 from lightning_harmony.held.walk import Other
 from lightning_harmony.microbatches.collectives import num_collectives
-from lightning_harmony.microbatches.kept_batch import KeptBatch
 from lightning_harmony.microbatches.lane_attributes import (
     KnownChanges,
     LaneAttributes,
@@ -32,6 +31,7 @@ from lightning_harmony.microbatches.lane_attributes import (
 from lightning_harmony.microbatches.logs import MicrobatchLogs
 from lightning_harmony.microbatches.metric_states import CountedOnce, metrics_of
 from lightning_harmony.microbatches.microbatch_ends import MicrobatchEnds
+from lightning_harmony.microbatches.remembered import KeptBatch
 from lightning_harmony.microbatches.stale_reads import StaleReads
 from lightning_harmony.microbatches.state_elsewhere import StateElsewhere
 from lightning_harmony.microbatches.step_undo import Undo

@@ -12,8 +12,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.held.places import Places
 from lightning_harmony.microbatches.fingerprints import Fingerprints, is_of_numbers
-from lightning_harmony.microbatches.kept_batch import KeptBatch
-from lightning_harmony.microbatches.remembered import Remembered
+from lightning_harmony.microbatches.remembered import KeptBatch, Remembered
 from lightning_harmony.setup import compat
 
 

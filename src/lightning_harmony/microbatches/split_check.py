@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.microbatches.fewest import Fewest
-from lightning_harmony.microbatches.separability import explain_difference
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.splitting import Samples, Splitting
 from lightning_harmony.setup import compat
@@ -23,6 +22,8 @@ from lightning_harmony.setup.settings import Settings
 
 # What torch says of a single sample that is to be normalized with its own statistics.
 _TOO_FEW = "more than 1 value per channel"
+# Relative differences that no rounding explains, by whether values are rounded to 16 bits on the way.
+_TOLERANCE = {False: 1e-3, True: 3e-2}
 
 
 def found(number: int) -> str:
@@ -240,3 +241,47 @@ def _is_compiled(module: nn.Module) -> bool:
     return compat.is_compiled_by_lightning(module) or any(
         child._compiled_call_impl is not None or type(child).__name__ == "OptimizedModule" for child in module.modules()
     )
+
+
+def explain_difference(
+    whole: float, parts: Sequence[float], sizes: Sequence[int], *, reduction: str, is_narrow: bool
+) -> str | None:
+    """Say how a loss differs from what its parts give, and what to do.
+
+    Args:
+        whole: the loss of some samples.
+        parts: the losses of parts of them.
+        sizes: samples in each part.
+        reduction: "mean" or "sum", by which losses are merged.
+        is_narrow: whether values are rounded to 16 bits.
+
+    Returns:
+        None if there is no difference.
+    """
+    merged = {
+        "mean": sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes),
+        "sum": sum(parts),
+    }
+    if _is_close(whole, merged[reduction], is_narrow):
+        return None
+    other = "sum" if reduction == "mean" else "mean"
+    found = (
+        f"the loss of {sum(sizes)} samples is {whole:.6g}, but the {reduction} of its microbatches' losses is "
+        f"{merged[reduction]:.6g} ({_difference(whole, merged[reduction]):.2g} of it)"
+    )
+    if _is_close(whole, merged[other], is_narrow):
+        return f"{found}: their {other} is the same, so use HarmonyStrategy(loss_reduction={other!r})"
+    return (
+        f"{found}. It is no {reduction} over samples (negatives within the batch, a mean over tokens that are not padding "
+        "or the like), so a batch in microbatches trains as under accumulate_grad_batches, not as one batch; "
+        f"HarmonyStrategy(num_microbatches=1) keeps it whole, HarmonyStrategy(loss_reduction={reduction!r}) accepts it"
+    )
+
+
+def _difference(one: float, other: float) -> float:
+    return abs(one - other) / max(abs(one), abs(other), 1e-30)
+
+
+def _is_close(one: float, other: float, is_narrow: bool) -> bool:
+    # Losses near zero are differences of larger numbers, with their rounding.
+    return abs(one - other) <= _TOLERANCE[is_narrow] * max(abs(one), abs(other), 1e-3)

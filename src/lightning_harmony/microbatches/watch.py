@@ -42,7 +42,7 @@ from lightning_harmony.microbatches.lane_attributes import (
     in_words,
     is_switched,
 )
-from lightning_harmony.microbatches.read_metrics import ReadMetrics
+from lightning_harmony.microbatches.metric_states import ReadMetrics
 from lightning_harmony.microbatches.step_undo import Versions
 
 # Of a step, watching takes at most this share, beside one microbatch at whose calls everything is looked at.

@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 
 from lightning_harmony.errors import PlanError
-from lightning_harmony.plan.search.deciding import decide
-from lightning_harmony.plan.search.device_updates import with_device_updates
+from lightning_harmony.plan.search.deciding import decide, with_device_updates
 from lightning_harmony.plan.simulate.lowering import lower, told
 from lightning_harmony.plan.simulate.replay import predict, replay
 from lightning_harmony.plan.values.cost import Cost

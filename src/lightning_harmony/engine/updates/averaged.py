@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.nodes.averaging import Averaging
 from lightning_harmony.engine.nodes.weights import DividedUpdate
-from lightning_harmony.engine.updates.contributions import Contribution, total
+from lightning_harmony.engine.updates.gradient_buffers import Contribution, total
 
 # Does something with some parameters, given what packs have contributed to the gradient of each.
 Use = Callable[[Sequence[nn.Parameter], Sequence[list[Contribution]]], Any]

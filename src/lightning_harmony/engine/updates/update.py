@@ -18,8 +18,7 @@ from lightning_harmony.engine.model.pack import SummedGradients
 from lightning_harmony.engine.nodes.averaging import Averaging
 from lightning_harmony.engine.nodes.weights import DividedUpdate
 from lightning_harmony.engine.updates.averaged import AveragedGradients
-from lightning_harmony.engine.updates.contributions import Contribution, total
-from lightning_harmony.engine.updates.gradient_buffers import GradientBuffers
+from lightning_harmony.engine.updates.gradient_buffers import Contribution, GradientBuffers, total
 from lightning_harmony.engine.updates.norms import Norms
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
 from lightning_harmony.engine.updates.postponed import PostponedUpdate, sort_state
