@@ -33,7 +33,6 @@ from lightning_harmony.held.places import Contents, Places, Together
 from lightning_harmony.held.shared_settings import NOT_SWITCHED, context_now
 from lightning_harmony.held.variables import MISSING
 from lightning_harmony.microbatches.carried_state import CarriedState, are_same
-from lightning_harmony.microbatches.conclusion import Conclusion, Seen
 from lightning_harmony.microbatches.fingerprints import Fingerprints
 from lightning_harmony.microbatches.lane_attributes import (
     Draws,
@@ -43,6 +42,7 @@ from lightning_harmony.microbatches.lane_attributes import (
     is_switched,
 )
 from lightning_harmony.microbatches.metric_states import ReadMetrics
+from lightning_harmony.microbatches.seen import Seen
 from lightning_harmony.microbatches.step_undo import Versions
 
 # Of a step, watching takes at most this share, beside one microbatch at whose calls everything is looked at.
@@ -80,7 +80,6 @@ class Watch:
         self._microbatch = -1
         self._carried, self._metrics = CarriedState(model), ReadMetrics(model)
         self._silent = Fingerprints(())
-        self._of_layers: dict[int, set[str]] = defaultdict(set)
         self._began = perf_counter()
         self._spent = 0.0
 
@@ -108,7 +107,7 @@ class Watch:
                 now = held.look()
                 is_left = have_same_content(now, left) if name is ALL else are_same([now.get(name, MISSING)], [left])
                 # What a layer sets in objects that keep its weights, its recompute finds as the call did.
-                if is_left or (held.kind is Kind.OBJECT and name in self._of_layers.get(id(held.content), ())):
+                if is_left or (held.kind is Kind.OBJECT and name in self.seen.of_layers.get(id(held.content), ())):
                     continue
                 self.seen.in_backward.add((held.name, name))
 
@@ -160,7 +159,7 @@ class Watch:
 
     def set_by_layer(self, attributes: dict[str, Any], names: set[str]) -> None:
         """The own code of a layer has set these of a module's attributes."""
-        self._of_layers[id(attributes)] |= names
+        self.seen.of_layers[id(attributes)] |= names
 
     def end(self) -> None:
         """The microbatch has ended."""
@@ -220,7 +219,7 @@ class Watch:
                 self._note_hazard(f"{in_words(held, name)} is changed", layer)
             return
         before, value = begun.get(name, MISSING), now.get(name, MISSING)
-        of_layer = name in self._of_layers.get(id(held.content), ())
+        of_layer = name in self.seen.of_layers.get(id(held.content), ())
         if is_switched(held.kind, name, value, before, of_layer=of_layer):
             seen.tells_apart.add(key)
         elif _counted(before, value) is None:
@@ -307,7 +306,7 @@ class Watch:
         """
         self._silent.refuse_changed_again()
         known.buffers |= self._versions.changed()
-        return Conclusion(self.seen, self._carried, self._of_layers).conclude(known, num_microbatches)
+        return self.seen.conclude(self._carried, known, num_microbatches)
 
     def close(self) -> None:
         """The step is over, as far as it came."""
