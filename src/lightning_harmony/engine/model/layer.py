@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from lightning_harmony.engine.model.attributes import AttributesOfLayer
 from lightning_harmony.engine.model.companions import CallChanges, Companions, changes_data
 from lightning_harmony.engine.model.derived import derived_weights
-from lightning_harmony.engine.model.parameter_places import Place, containers_of, is_replaced, places_of
+from lightning_harmony.engine.model.parameter_places import Place, containers_of, places_of
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -207,10 +207,6 @@ class SwappedLayer:
         self._containers = containers_of(module, self._places) if module is not None else []
         self._derived = derived_weights(module) if module is not None else []
         self.is_parametrized = module is not None and any(map(parametrize.is_parametrized, module.modules()))
-
-    def is_outdated(self) -> bool:
-        """Whether its parameters are no longer where they were when it was made."""
-        return any(is_replaced(place) for place in self._places)
 
     def derive(self) -> None:
         """Compute the weights that its hooks make of parameters, where nothing is swapped."""
