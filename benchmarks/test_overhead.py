@@ -26,6 +26,7 @@ from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.step.assembly import assemble
 from lightning_harmony.engine.step.turns import Microbatch
+from lightning_harmony.engine.updates.update import StepUpdate
 
 NUM_LAYERS = 100
 NUM_MICROBATCHES = 4
@@ -75,7 +76,7 @@ class Step:
         start = time.perf_counter()
         self._executor.forward(microbatches, num_elements=0, predicted_gradient=None)
         between = time.perf_counter()
-        self._executor.backward(torch.ones(()), None)
+        self._executor.backward(torch.ones(()), StepUpdate())
         end = time.perf_counter()
         for parameter in self._model.parameters():
             parameter.grad = None

@@ -24,6 +24,7 @@ from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.turns import Microbatch
 from lightning_harmony.engine.updates.optimizer_twin import by_value
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
+from lightning_harmony.engine.updates.update import StepUpdate
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.fit.loss_gradient import LossGradient
 from lightning_harmony.fit.unchanged import UnchangedBatch, UnchangedParameters
@@ -303,19 +304,18 @@ class Training:
             # Plans are made for steps that another one follows.
             outlast = self.engine.updater.speeds.outlast = policy.why_never_later() is None
             limit = self.trainer.gradient_clip_val
-            self.engine.backward(
-                gradient,
+            asked = StepUpdate(
                 self.trainer.optimizers[0],
-                requested=requested,
                 clip=by_value(limit) if limit else None,
                 may_outlast=outlast and end_of_batches(self.trainer) is None,
                 state_may_stay=policy.hides_state(),
             )
         else:
-            self.engine.backward(gradient, None, requested=requested, with_norms=policy.needs_norms())
-            if self.deferred.may_wait:
-                waits = policy.why_at_once()
-                reason += f"; before the next batch, as {waits}" if waits else "; under the forward of the next batch"
+            asked = StepUpdate(with_norms=policy.needs_norms())
+        self.engine.backward(gradient, asked, requested=requested)
+        if self.deferred.may_wait:
+            waits = policy.why_at_once()
+            reason += f"; before the next batch, as {waits}" if waits else "; under the forward of the next batch"
         self._report(num_microbatches, update, reason)
 
     def _abandon(self) -> None:

@@ -17,6 +17,7 @@ from lightning_harmony.engine.step.assembly import assemble
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.step import Listeners
 from lightning_harmony.engine.step.turns import Microbatch
+from lightning_harmony.engine.updates.update import StepUpdate
 
 WIDTH, NUM_LAYERS = 16, 4
 WEIGHT_BYTES = 4 * WIDTH * (WIDTH + 1)
@@ -50,7 +51,7 @@ def microbatches(model: Model, parts: Sequence[Tensor]) -> list[Microbatch]:
 
 def step(executor: Executor, model: Model, parts: Sequence[Tensor], *, interleave: bool = True) -> None:
     executor.forward(microbatches(model, parts), num_elements=1, predicted_gradient=None, interleave=interleave)
-    executor.backward(torch.ones(()), None)
+    executor.backward(torch.ones(()), StepUpdate())
 
 
 def plain(model: Model, parts: Sequence[Tensor]) -> list[Tensor | None]:
@@ -146,7 +147,7 @@ def test_another_gradient_than_the_predicted_one_is_made_up_for_and_none_is_pred
         for predicted in (1.0, 1.0, 4.0):
             options = {"num_elements": 1, "predicted_gradient": predicted, "interleave": interleave}
             executor.forward(microbatches(model, parts), **options)  # type: ignore[arg-type]
-            executor.backward(torch.full((), 4.0), None)
+            executor.backward(torch.full((), 4.0), StepUpdate())
             assert same(gradients(model), expected)
 
 
@@ -161,7 +162,7 @@ def test_layers_run_again_in_the_context_that_was_given_for_that(model: Model, p
     with executor_of(model, recomputing=recomputing) as executor:
         executor.forward(microbatches(model, parts), num_elements=1, predicted_gradient=None)
         assert not entered
-        executor.backward(torch.ones(()), None)
+        executor.backward(torch.ones(()), StepUpdate())
         assert len(entered) == 3 * NUM_LAYERS
 
 

@@ -18,7 +18,7 @@ from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SummedGradients
 from lightning_harmony.engine.updates.optimizer_twin import Share
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
-from lightning_harmony.engine.updates.update import Updater
+from lightning_harmony.engine.updates.update import StepUpdate, Updater
 from lightning_harmony.engine.updates.update_stage import Stage
 from lightning_harmony.plan.values.host_need import RING
 
@@ -131,7 +131,7 @@ class TestJustInTime:
             for parameter, gradient in zip(plain, gradients, strict=True):
                 parameter.grad = gradient.clone()
             expected.step()
-            updater.begin(optimizer, packs)
+            updater.begin(packs, StepUpdate(optimizer))
             found = dict(zip(ours, gradients, strict=True))
             for pack, layer in reversed(list(zip(packs, layers, strict=True))):
                 updater.deliver(pack, [on_host(pool, layer, {p: found[p] for p in pack})])
@@ -144,7 +144,7 @@ class TestJustInTime:
         optimizer = SGD(two_groups(parameters))
         groups = optimizer.param_groups
         members = [list(group["params"]) for group in groups]
-        updater.begin(optimizer, [parameters])
+        updater.begin([parameters], StepUpdate(optimizer))
         updater.deliver(parameters, [on_host(pool, layer_of(0), {p: torch.ones_like(p) for p in parameters})])
         updater.finish()
         assert optimizer.param_groups is groups
@@ -163,10 +163,12 @@ class TestJustInTime:
         before = [parameter.detach().clone() for parameter in parameters]
         seen: list[Groups] = []
         updater.begin(
-            optimizer,
             [[parameter] for parameter in parameters],
-            clip=lambda _: seen.append([dict(group) for group in optimizer.param_groups]),
-            may_outlast=may_outlast,
+            StepUpdate(
+                optimizer,
+                clip=lambda _: seen.append([dict(group) for group in optimizer.param_groups]),
+                may_outlast=may_outlast,
+            ),
         )
         for index, parameter in enumerate(parameters):
             updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
@@ -188,7 +190,7 @@ class TestJustInTime:
         parameters = some_parameters(2)
         before = [parameter.detach().clone() for parameter in parameters]
         optimizer = Counting(parameters, lr=1.0)
-        updater.begin(optimizer, [[parameter] for parameter in parameters])
+        updater.begin([[parameter] for parameter in parameters], StepUpdate(optimizer))
         for index, parameter in enumerate(parameters):
             updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
         updater.finish()
@@ -199,7 +201,7 @@ class TestJustInTime:
         used, unused = some_parameters(2)
         before = unused.detach().clone()
         optimizer = AdamW([used, unused], weight_decay=0.5)
-        updater.begin(optimizer, [[used, unused]])
+        updater.begin([[used, unused]], StepUpdate(optimizer))
         updater.deliver([used, unused], [on_host(pool, layer_of(0), {used: torch.ones_like(used)})])
         updater.finish()
         assert torch.equal(unused, before)
@@ -209,7 +211,7 @@ class TestJustInTime:
     def test_a_parameter_of_no_group_is_left_alone(self, pool: HostPool, updater: Updater) -> None:
         ours, foreign = some_parameters(2)
         before = foreign.detach().clone()
-        updater.begin(SGD([ours], lr=0.1), [[ours], [foreign]])
+        updater.begin([[ours], [foreign]], StepUpdate(SGD([ours], lr=0.1)))
         for index, parameter in enumerate((foreign, ours)):
             updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
         updater.finish()
@@ -219,7 +221,7 @@ class TestJustInTime:
         (parameter,) = some_parameters(1)
         before = parameter.detach().clone()
         gate = Gate()
-        updater.begin(SGD([parameter], lr=1.0), [[parameter]])
+        updater.begin([[parameter]], StepUpdate(SGD([parameter], lr=1.0)))
         source = on_host(pool, layer_of(0), {parameter: torch.zeros_like(parameter)}, event=gate)
         updater.deliver([parameter], [source])
         for view in source.sums.values():
@@ -230,7 +232,7 @@ class TestJustInTime:
 
     def test_gives_the_buffers_back_at_once(self, pool: HostPool, updater: Updater) -> None:
         parameters = some_parameters(2)
-        updater.begin(SGD(parameters, lr=1.0), [parameters])
+        updater.begin([parameters], StepUpdate(SGD(parameters, lr=1.0)))
         source = on_host(pool, layer_of(0), {p: torch.ones_like(p) for p in parameters})
         updater.deliver(parameters, [source])
         updater.finish()
@@ -241,7 +243,7 @@ class TestHoldingBack:
     def test_nothing_changes_before_the_end(self, pool: HostPool, updater: Updater) -> None:
         parameters = some_parameters(2)
         before = [parameter.detach().clone() for parameter in parameters]
-        updater.begin(SGD(parameters, lr=1.0), [[p] for p in parameters], hold_back=True)
+        updater.begin([[p] for p in parameters], StepUpdate(SGD(parameters, lr=1.0)), hold_back=True)
         for index, parameter in enumerate(parameters):
             updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
         updater.drain()
@@ -255,9 +257,9 @@ class TestHoldingBack:
     def test_a_step_that_never_ends_changes_nothing(self, pool: HostPool, updater: Updater) -> None:
         (parameter,) = some_parameters(1)
         before = parameter.detach().clone()
-        updater.begin(SGD([parameter], lr=1.0), [[parameter]], hold_back=True)
+        updater.begin([[parameter]], StepUpdate(SGD([parameter], lr=1.0)), hold_back=True)
         updater.deliver([parameter], [on_host(pool, layer_of(0), {parameter: torch.ones_like(parameter)})])
-        updater.begin(None, [[parameter]])
+        updater.begin([[parameter]], StepUpdate())
         updater.finish()
         assert torch.equal(parameter, before)
         assert pool.num_bytes == 0
@@ -269,7 +271,7 @@ def test_of_what_has_arrived_that_is_updated_first_which_a_forward_needs_first(p
         pool, [StreamedUpdate(VirtualDevice(None))], on_update=lambda parameters, start, end: done.extend(parameters)
     )
     parameters, gate = some_parameters(4), Gate()
-    updater.begin(SGD(parameters, lr=1.0), [[p] for p in parameters])
+    updater.begin([[p] for p in parameters], StepUpdate(SGD(parameters, lr=1.0)))
     for index, parameter in reversed(list(enumerate(parameters))):
         source = on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)}, event=gate)
         updater.deliver([parameter], [source])
@@ -301,7 +303,7 @@ class TestSeveralDevices:
         updater = Updater(pool, [StreamedUpdate(device) for device in devices])
         parameters = some_parameters(4)
         before = [parameter.detach().clone() for parameter in parameters]
-        updater.begin(SGD(parameters, lr=1.0), [[p] for p in parameters])
+        updater.begin([[p] for p in parameters], StepUpdate(SGD(parameters, lr=1.0)))
         for index, parameter in reversed(list(enumerate(parameters))):
             source = on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})
             updater.deliver([parameter], [source])
@@ -325,7 +327,7 @@ class TestSeveralDevices:
         updater = Updater(pool, [Told(device) for device in devices])
         (parameter,) = some_parameters(1)
         before = parameter.detach().clone()
-        updater.begin(SGD([parameter], lr=1.0), [[parameter]])
+        updater.begin([[parameter]], StepUpdate(SGD([parameter], lr=1.0)))
         (slot,), num_bytes = lay_out([parameter])
         gradient = slot.view(devices[number].sums(num_bytes)).fill_(1.0)
         source = on_host(pool, layer_of(0), {parameter: torch.ones_like(parameter)})
@@ -346,7 +348,7 @@ class TestSeveralDevices:
 
         updater = Updater(pool, [StreamedUpdate(VirtualDevice(None)) for _ in range(2)])
         parameters = some_parameters(4)
-        updater.begin(Own(parameters, lr=1.0), [[p] for p in parameters])
+        updater.begin([[p] for p in parameters], StepUpdate(Own(parameters, lr=1.0)))
         for index, parameter in enumerate(parameters):
             updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
         updater.finish()
@@ -371,7 +373,7 @@ def test_a_large_update_lets_a_more_urgent_one_go_first(pool: HostPool, monkeypa
 
     monkeypatch.setattr(Stage, "launch", watched)
     optimizer = SGD([small, large], lr=1.0)
-    updater.begin(optimizer, [[small], [large]])
+    updater.begin([[small], [large]], StepUpdate(optimizer))
     updater.deliver([large], [on_host(pool, layer_of(1), {large: torch.ones_like(large)})])
     assert begun.wait(60)
     updater.deliver([small], [on_host(pool, layer_of(0), {small: torch.ones_like(small)})])
@@ -389,7 +391,7 @@ def test_few_packs_wait_for_their_update(pool: HostPool, updater: Updater, room:
     num_bytes = lay_out(parameters[:1])[1]
     pool.limit = None if room is None else room * num_bytes
     gate = Gate()
-    updater.begin(SGD(parameters, lr=1.0), [[p] for p in parameters])
+    updater.begin([[p] for p in parameters], StepUpdate(SGD(parameters, lr=1.0)))
     waited = threading.Event()
 
     def deliver() -> None:
@@ -414,7 +416,7 @@ class TestSharedParameter:
     def total(self, pool: HostPool, updater: Updater, order: Sequence[int], gradients: Sequence[Tensor]) -> Tensor:
         """The gradient of a parameter of three layers, the first called three times; packs come in an order."""
         shared = nn.Parameter(torch.zeros_like(gradients[0]))
-        updater.begin(None, [[shared]] * 3)
+        updater.begin([[shared]] * 3, StepUpdate())
         for index in order:
             layer = layer_of(index, shared)
             updater.deliver(
@@ -444,7 +446,7 @@ class TestSharedParameter:
     def test_is_stepped_once_when_its_last_owner_has_delivered(self, pool: HostPool, updater: Updater) -> None:
         shared = nn.Parameter(torch.zeros(3))
         optimizer = SGD([shared], lr=1.0)
-        updater.begin(optimizer, [[shared], [shared]])
+        updater.begin([[shared], [shared]], StepUpdate(optimizer))
         updater.deliver([shared], [on_host(pool, layer_of(1, shared), {shared: torch.ones(3)})])
         updater.drain()
         assert shared.tolist() == [0, 0, 0]
@@ -454,7 +456,7 @@ class TestSharedParameter:
 
     def test_is_stepped_when_its_last_owner_has_no_gradient_for_it(self, pool: HostPool, updater: Updater) -> None:
         shared = nn.Parameter(torch.zeros(3))
-        updater.begin(SGD([shared], lr=1.0), [[shared], [shared]])
+        updater.begin([[shared], [shared]], StepUpdate(SGD([shared], lr=1.0)))
         updater.deliver([shared], [on_host(pool, layer_of(1, shared), {shared: torch.ones(3)})])
         updater.deliver([shared], [])
         updater.finish()
@@ -462,7 +464,7 @@ class TestSharedParameter:
 
     def test_does_not_hold_up_the_rest_of_its_pack(self, pool: HostPool, updater: Updater) -> None:
         shared, own = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
-        updater.begin(SGD([shared, own], lr=1.0), [[shared, own], [shared]])
+        updater.begin([[shared, own], [shared]], StepUpdate(SGD([shared, own], lr=1.0)))
         source = on_host(pool, layer_of(0), {shared: torch.ones(3), own: torch.ones(3)})
         updater.deliver([shared, own], [source])
         updater.drain()
@@ -475,7 +477,7 @@ class TestSharedParameter:
 
 class TestCollecting:
     def collect(self, pool: HostPool, updater: Updater, gradients: dict[nn.Parameter, Tensor]) -> SummedGradients:
-        updater.begin(None, [list(gradients)])
+        updater.begin([list(gradients)], StepUpdate())
         source = on_host(pool, layer_of(0), gradients)
         updater.deliver(list(gradients), [source])
         updater.finish()
@@ -499,7 +501,7 @@ class TestCollecting:
     def test_sums_replace_the_gradients_that_they_include(self, pool: HostPool, updater: Updater) -> None:
         (parameter,) = some_parameters(1)
         parameter.grad = torch.ones_like(parameter)
-        updater.begin(None, [[parameter]])
+        updater.begin([[parameter]], StepUpdate())
         total = torch.full_like(parameter, 5)
         updater.deliver([parameter], [on_host(pool, layer_of(0), {parameter: total}, includes_earlier=[parameter])])
         updater.finish()
@@ -521,7 +523,7 @@ class TestErrors:
     ) -> None:
         parameters = some_parameters(2)
         optimizer = self.failing(parameters, monkeypatch)
-        updater.begin(optimizer, [[parameter] for parameter in parameters])
+        updater.begin([[parameter] for parameter in parameters], StepUpdate(optimizer))
         for index, parameter in enumerate(parameters):
             updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
         with pytest.raises(ZeroDivisionError, match="in the optimizer"):
@@ -530,7 +532,7 @@ class TestErrors:
 
     def test_of_a_copy_are_raised_by_finish(self, pool: HostPool, updater: Updater) -> None:
         (parameter,) = some_parameters(1)
-        updater.begin(None, [[parameter]])
+        updater.begin([[parameter]], StepUpdate())
         gradients = {parameter: torch.ones_like(parameter)}
         updater.deliver([parameter], [on_host(pool, layer_of(0), gradients, event=Broken())])
         with pytest.raises(OSError, match="copy failed"):
@@ -539,11 +541,11 @@ class TestErrors:
 
     def test_are_raised_once(self, pool: HostPool, updater: Updater, monkeypatch: pytest.MonkeyPatch) -> None:
         (parameter,) = some_parameters(1)
-        updater.begin(self.failing([parameter], monkeypatch), [[parameter]])
+        updater.begin([[parameter]], StepUpdate(self.failing([parameter], monkeypatch)))
         updater.deliver([parameter], [on_host(pool, layer_of(0), {parameter: torch.ones_like(parameter)})])
         with pytest.raises(ZeroDivisionError):
             updater.finish()
-        updater.begin(None, [[parameter]])
+        updater.begin([[parameter]], StepUpdate())
         updater.finish()
 
     def test_a_step_that_was_given_up_does_not_run_into_the_next(self, pool: HostPool, updater: Updater) -> None:
@@ -551,12 +553,12 @@ class TestErrors:
         optimizer = SGD([parameter], lr=1.0)
         before = parameter.detach().clone()
         gate = Gate()
-        updater.begin(optimizer, [[parameter]])
+        updater.begin([[parameter]], StepUpdate(optimizer))
         gradients = {parameter: torch.ones_like(parameter)}
         updater.deliver([parameter], [on_host(pool, layer_of(0), gradients, event=gate)])
         opening = threading.Thread(target=gate.open)
         opening.start()
-        updater.begin(None, [[parameter]])
+        updater.begin([[parameter]], StepUpdate())
         opening.join()
         assert torch.equal(parameter, before - 1)
         assert parameter.grad is None
@@ -565,7 +567,7 @@ class TestErrors:
     def test_close_joins_the_thread(self, pool: HostPool) -> None:
         before = threading.active_count()
         updater = Updater(pool, [StreamedUpdate(VirtualDevice(None))])
-        updater.begin(None, [])
+        updater.begin([], StepUpdate())
         assert threading.active_count() == before + 1
         updater.close()
         assert threading.active_count() == before

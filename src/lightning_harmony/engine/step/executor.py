@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.glue.glue import Glue
@@ -36,8 +35,7 @@ from lightning_harmony.engine.step.shortage import naming_shortages
 from lightning_harmony.engine.step.step import Listeners, Step
 from lightning_harmony.engine.step.swapped_model import SwappedModel
 from lightning_harmony.engine.step.turns import Microbatch
-from lightning_harmony.engine.updates.optimizer_twin import Clip
-from lightning_harmony.engine.updates.update import Updater
+from lightning_harmony.engine.updates.update import StepUpdate, Updater
 from lightning_harmony.plan.values.plan import Plan, merge_calls
 from lightning_harmony.plan.values.task import Phase
 
@@ -264,25 +262,17 @@ class Executor:
     def backward(
         self,
         gradient: Tensor,
-        optimizer: Optimizer | None,
+        update: StepUpdate,
         *,
         requested: frozenset[nn.Parameter] | None = None,
-        clip: Clip | None = None,
-        with_norms: bool = False,
-        may_outlast: bool = False,
-        state_may_stay: bool = False,
     ) -> None:
         """Run the backward of all microbatches, and the update of each pack behind it.
 
         Args:
             gradient: of the loss of the batch.
-            optimizer: the one to step just in time; None if gradients are only collected. In the first step of all it is
-                stepped when the backward has succeeded.
+            update: what is asked of the update of each pack. In the first step of all the optimizer is stepped when the
+                backward has succeeded.
             requested: the parameters whose gradients are summed; None for all. Fused packs must not have summed others.
-            clip: changes gradients before they are used just in time.
-            with_norms: whether the norm of each collected gradient will be asked for.
-            may_outlast: whether updates just in time may go on until the next forward, as one does that is postponed.
-            state_may_stay: whether nobody looks at optimizer state before the next update.
         """
         self.step.upstream = gradient.detach()
         self.step.in_backward = True
@@ -290,14 +280,10 @@ class Executor:
         # Gradients of the last step that were zeroed since.
         self.updater.buffers.reclaim()
         self.updater.begin(
-            optimizer,
             self.parameters_in_order(),
-            clip=clip,
-            with_norms=with_norms,
-            hold_back=not self.has_succeeded and (optimizer is not None or self.step.averaging is not None),
             # A recorded step is whole.
-            may_outlast=may_outlast and not self.recorder.is_recording,
-            state_may_stay=state_may_stay,
+            replace(update, may_outlast=update.may_outlast and not self.recorder.is_recording),
+            hold_back=not self.has_succeeded and (update.optimizer is not None or self.step.averaging is not None),
             is_tight=self._observer.is_measuring,
             averaging=self.step.averaging,
         )

@@ -18,7 +18,7 @@ from lightning_harmony.engine.model.pack import SummedGradients, SwappedPack
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.swapped_model import SwappedModel
-from lightning_harmony.engine.updates.update import Updater
+from lightning_harmony.engine.updates.update import StepUpdate, Updater
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Errand, Task
 
@@ -251,7 +251,7 @@ class GradientSums:
     def flush(self) -> None:
         """Bring gradients that calls outside of a step left on the device into the parameters' ``grad``."""
         packs = self._placement.packs
-        self._updater.begin(None, [pack.parameters for pack in packs])
+        self._updater.begin([pack.parameters for pack in packs], StepUpdate())
         for pack in packs:
             self._updater.deliver(pack.parameters, self._placement.residents[0].sums.swap_out(pack))
         self._updater.finish()

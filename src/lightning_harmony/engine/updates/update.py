@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,24 +29,28 @@ from lightning_harmony.plan.values.host_need import RING
 
 
 @dataclass(frozen=True)
-class _Step:
-    """What is asked of a step.
+class StepUpdate:
+    """What is asked of the update of a step.
 
     Attributes:
         optimizer: the one to step just in time; None if gradients are only to be collected.
         clip: changes gradients before they are used just in time.
-        with_norms: whether to compute the norm of each gradient as it is collected.
-        reuses: whether the buffers of gradients that are used up are for those to come.
-        may_outlast: whether updates just in time may go on when the step has ended.
-        separable: whether each parameter can be updated by itself, so that nobody sees the optimizer do it. Of others, who
-            insists on an update just in time has the optimizer itself step.
+        with_norms: whether to compute the norm of each gradient as it is collected, for who will ask for it.
+        may_outlast: whether updates just in time may go on when the step has ended, until the next forward, as one does that
+            is postponed: code that needs parameters then asks `postponed` first. The optimizer is one that
+            `why_not_separable` finds nothing against.
+        state_may_stay: whether nobody looks at optimizer state before the next update just in time.
+        reuses: whether the buffers of gradients that are used up are for those to come; the updater says so.
+        separable: whether each parameter can be updated by itself, so that nobody sees the optimizer do it; the updater says
+            so. Of others, who insists on an update just in time has the optimizer itself step.
     """
 
     optimizer: Optimizer | None = None
     clip: Clip | None = None
     with_norms: bool = False
-    reuses: bool = True
     may_outlast: bool = False
+    state_may_stay: bool = False
+    reuses: bool = True
     separable: bool = False
 
 
@@ -84,7 +88,7 @@ class Updater:
         self._queues = [UpdateQueue(each, self.overlap, spared_cores) for each in streamed]
         self.norms = Norms(self._queues[0].device.torch_device)
         self.postponed = PostponedUpdate(self._queues, self.overlap)
-        self._step = _Step()
+        self._step = StepUpdate()
         self._optimizer: Optimizer | None = None
         self._known: frozenset[Tensor] = frozenset()
         self._held_back: list[Callable[[], Any]] | None = None
@@ -101,30 +105,21 @@ class Updater:
 
     def begin(
         self,
-        optimizer: Optimizer | None,
         packs: Iterable[Sequence[nn.Parameter]],
+        update: StepUpdate,
         *,
-        clip: Clip | None = None,
-        with_norms: bool = False,
         hold_back: bool = False,
-        may_outlast: bool = False,
-        state_may_stay: bool = False,
         is_tight: bool = False,
         averaging: Averaging | None = None,
     ) -> None:
         """Begin a step.
 
         Args:
-            optimizer: the one to step just in time; None if gradients are only to be collected.
             packs: the parameters of each pack that `deliver` will be called for, those first that a forward needs first.
-            clip: changes gradients before they are used just in time.
-            with_norms: whether to compute the norm of each gradient as it is collected.
+            update: what is asked of it.
             hold_back: whether nothing may change before `finish`. Then each buffer goes as it is used: nobody needs them all
                 once more.
-            may_outlast: whether updates just in time may go on when `finish` has returned: code that needs parameters
-                then asks `postponed` first. The optimizer is one that `why_not_separable` finds nothing against.
-            state_may_stay: whether nobody looks at optimizer state before the next update just in time.
-            is_tight: whether this step leaves no room for it.
+            is_tight: whether this step leaves no room for state that stays.
             averaging: makes gradients means over nodes before they are used; None where there is one node.
         """
         # A step that failed never came to its end: what it left must not run into this one.
@@ -136,13 +131,15 @@ class Updater:
             queue.streamed.open()
         self._submitted, self._from_host, self._updated, self._divided = [], [], {}, None
         self._held_back = [] if hold_back else None
+        optimizer = update.optimizer
         separable = optimizer is not None and why_not_separable(optimizer) is None
-        self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
+        outlasts = update.may_outlast and not hold_back
+        self._step = replace(update, may_outlast=outlasts, reuses=not hold_back, separable=separable)
         self.speeds.in_place = separable and self.streamed.spares_the_bus and averaging is None
         if optimizer is not None:
             self._optimizer = optimizer
-            self.speeds.state_may_stay = state_may_stay and self.speeds.in_place
-            stays = state_may_stay and separable and not hold_back and not is_tight
+            self.speeds.state_may_stay = update.state_may_stay and self.speeds.in_place
+            stays = update.state_may_stay and separable and not hold_back and not is_tight
             self.postponed.let_state_stay(optimizer if stays else None)
         self._known = frozenset[Tensor]() if optimizer is None else frozenset(optimizer.state)
         self.norms.clear()
@@ -340,7 +337,7 @@ class Updater:
     def _take(
         self,
         queue: UpdateQueue,
-        step: _Step,
+        step: StepUpdate,
         share: Share | None,
         parameters: Sequence[nn.Parameter],
         parts: Sequence[list[Contribution]],
@@ -368,7 +365,7 @@ class Updater:
             # Where sums include those of earlier batches, the buffers of these are free.
             self.buffers.reclaim()
 
-    def _use(self, step: _Step, part: Contribution) -> None:
+    def _use(self, step: StepUpdate, part: Contribution) -> None:
         """A contribution has become a gradient, or a part of one, or has been used for an update."""
         self.buffers.use(part.source, as_grad=step.optimizer is None, free=step.reuses)
 
@@ -376,7 +373,7 @@ class Updater:
         self,
         queue: UpdateQueue,
         optimizer: Optimizer,
-        step: _Step,
+        step: StepUpdate,
         share: Share | None,
         parameters: Sequence[nn.Parameter],
         between: Callable[[], None] | None,
