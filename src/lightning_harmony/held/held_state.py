@@ -21,11 +21,13 @@ from lightning_harmony.engine.lanes.lock_wait import LOCKS
 from lightning_harmony.engine.lanes.rng import is_of_lanes
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.structures.containers import (
+    changed_names,
     copied_content,
     entries_of,
     have_same_content,
     num_kept,
     put_content,
+    put_value,
 )
 from lightning_harmony.engine.structures.object_state import Access, restore_of
 from lightning_harmony.engine.structures.seekable import (
@@ -38,7 +40,7 @@ from lightning_harmony.engine.structures.seekable import (
 )
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.held.cached_functions import cached_in
-from lightning_harmony.held.variables import MISSING, EntriesOf, Variables, put_value
+from lightning_harmony.held.variables import EntriesOf, Variables
 
 # What is in these, lanes can switch: of other classes nobody knows how they are changed.
 SWITCHED = (list, deque, set, dict, OrderedDict, defaultdict)
@@ -291,7 +293,7 @@ def changed_between(held: Held, before: Any, now: Any) -> list[Any]:
         return []
     if not held.is_named:
         return [ALL]
-    return [name for name in {**before, **now} if now.get(name, MISSING) is not before.get(name, MISSING)]
+    return changed_names(before, now)
 
 
 def mark_of(value: Any) -> Any:

@@ -13,6 +13,7 @@ from torch._C._dynamo.guards import dict_version
 
 from lightning_harmony.engine.model.attributes import LONGEST
 from lightning_harmony.engine.structures.containers import (
+    MISSING,
     Unchanged,
     copied_content,
     entries_of,
@@ -21,7 +22,7 @@ from lightning_harmony.engine.structures.containers import (
     size_of,
 )
 from lightning_harmony.held.held_state import SWITCHED, Held
-from lightning_harmony.held.variables import MISSING, Variables
+from lightning_harmony.held.variables import Variables
 from lightning_harmony.held.walk import HOOKS_OF_BACKWARD, Others, Walk, modules_of
 
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
+from lightning_harmony.engine.structures.containers import MISSING
 from lightning_harmony.engine.structures.tree import tensors_of
 from lightning_harmony.held.files import by_identity
 from lightning_harmony.held.held_state import ALL, SWITCHED, Held
-from lightning_harmony.held.variables import MISSING, StandIn
+from lightning_harmony.held.variables import StandIn
 
 # They write a tensor, or ask what it is, and compute nothing with what it holds.
 _READ_NOTHING = frozenset(

@@ -12,18 +12,9 @@ from functools import cache, partial
 from types import CellType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
-from lightning_harmony.engine.structures.containers import class_of_python, copied_content
+from lightning_harmony.engine.structures.containers import MISSING, class_of_python, copied_content, put_value
 
-MISSING = object()
 _set_partial: Any = vars(partial)["__setstate__"]
-
-
-def put_value(content: Any, name: Any, value: Any) -> None:
-    """Let a value have a name in a dict, or in what is seen as one; none, if it is `MISSING`."""
-    if value is MISSING:
-        content.pop(name, None)
-    else:
-        content[name] = value
 
 
 class StandIn:

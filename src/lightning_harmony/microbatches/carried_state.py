@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_harmony.engine.structures.containers import MISSING
 from lightning_harmony.engine.structures.tree import is_parameter, tensors_of
 from lightning_harmony.held.held_state import ALL, Held, Kind
 from lightning_harmony.held.reads import Readers, Watched, version_of
-from lightning_harmony.held.variables import MISSING
 from lightning_harmony.held.walk import modules_of
 
 # Equal ones are the same, whichever object they are.

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import OutOfReach
-from lightning_harmony.engine.structures.containers import put_content
+from lightning_harmony.engine.structures.containers import MISSING, put_content, put_value
 from lightning_harmony.held.held_state import ALL, Held, Kind
 from lightning_harmony.held.places import Contents, Places, Together
-from lightning_harmony.held.variables import MISSING, VariableOfClosure, put_value
+from lightning_harmony.held.variables import VariableOfClosure
 
 NUMBERS = (int, float)
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
-from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_content
+from lightning_harmony.engine.structures.containers import (
+    MISSING,
+    copied_content,
+    have_same_content,
+    put_content,
+    put_value,
+)
 from lightning_harmony.held.held_state import ALL, Held, Kind
 from lightning_harmony.held.places import Contents, Places
-from lightning_harmony.held.variables import MISSING, put_value
 from lightning_harmony.microbatches.lane_attributes import NUMBERS
 
 

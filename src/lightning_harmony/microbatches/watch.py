@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.step.step import OnCall
-from lightning_harmony.engine.structures.containers import have_same_content
+from lightning_harmony.engine.structures.containers import MISSING, have_same_content
 from lightning_harmony.held.held_state import (
     ALL,
     Held,
@@ -31,7 +31,6 @@ from lightning_harmony.held.held_state import (
 )
 from lightning_harmony.held.places import Contents, Places, Together
 from lightning_harmony.held.shared_settings import NOT_SWITCHED, context_now
-from lightning_harmony.held.variables import MISSING
 from lightning_harmony.microbatches.carried_state import CarriedState, are_same
 from lightning_harmony.microbatches.fingerprints import Fingerprints
 from lightning_harmony.microbatches.lane_attributes import (

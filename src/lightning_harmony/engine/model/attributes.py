@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.containers import (
     Unchanged,
+    changed_names,
     copied_content,
     entries_of,
     have_same_content,
@@ -94,8 +95,7 @@ class Attributes:
     def changes_since(self, before: Attributes) -> Iterator[tuple[dict[str, Any], set[str]]]:
         """The attributes of each module that have other values than before, by their names."""
         for (attributes, now), (_, then) in zip(self._modules, before._modules, strict=True):
-            names = {name for name in {**then, **now} if now.get(name, self) is not then.get(name, self)}
-            if names:
+            if names := set(changed_names(then, now)):
                 yield attributes, names
 
     def restore(self) -> None:

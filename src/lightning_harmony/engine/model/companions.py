@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
 from lightning_harmony.engine.model.attributes import LONGEST, OF_TORCH
-from lightning_harmony.engine.structures.containers import copied_content
+from lightning_harmony.engine.structures.containers import MISSING, changed_names, copied_content, put_value
 from lightning_harmony.engine.structures.operations import viewed
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.errors import UnsupportedModelError
@@ -33,7 +33,6 @@ _ATOMS = (Tensor, nn.Module, str, bytes, int, float, complex, type(None), type, 
 _LIBRARIES = frozenset(
     ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "numpy", "builtins")
 )
-_MISSING = object()
 
 
 def changes_data(layer: str) -> str:
@@ -274,10 +273,10 @@ class Companions:
                 if before is not None:
                     now.clear()
                     now.update(then)
-                elif changed := _changed(now, then):
-                    found.attributes[parameter] = {name: then.get(name, _MISSING) for name in changed}
-                    _update(vars(parameter), {name: now.get(name, _MISSING) for name in changed})
-            found.objects += [(now, changed) for now, then in objects if (changed := _changed(now, then))]
+                elif changed := changed_names(then, now):
+                    found.attributes[parameter] = {name: then.get(name, MISSING) for name in changed}
+                    _update(vars(parameter), {name: now.get(name, MISSING) for name in changed})
+            found.objects += [(now, names) for now, then in objects if (names := set(changed_names(then, now)))]
             with DisableTorchFunctionSubclass():
                 for each in bound:
                     each.end()
@@ -389,16 +388,9 @@ class _Bound:
         self._tensor.data = self._home
 
 
-def _changed(now: Mapping[str, Any], then: Mapping[str, Any]) -> set[str]:
-    return {name for name in {**then, **now} if now.get(name, _MISSING) is not then.get(name, _MISSING)}
-
-
 def _update(attributes: dict[str, Any], values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        if value is _MISSING:
-            attributes.pop(name, None)
-        else:
-            attributes[name] = value
+        put_value(attributes, name, value)
 
 
 def _may_be_companion(value: Any) -> bool:

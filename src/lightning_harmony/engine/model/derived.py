@@ -17,9 +17,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_leaves
 
+from lightning_harmony.engine.structures.containers import MISSING, put_value
 from lightning_harmony.errors import UnsupportedModelError
-
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,11 @@ class DerivedWeight:
 
     def get(self) -> Any:
         """What is there."""
-        return vars(self.owner).get(self.name, _MISSING)
+        return vars(self.owner).get(self.name, MISSING)
 
     def set(self, value: Any) -> None:
         """Put it there."""
-        if value is _MISSING:
-            vars(self.owner).pop(self.name, None)
-        else:
-            vars(self.owner)[self.name] = value
+        put_value(vars(self.owner), self.name, value)
 
 
 def derived_weights(module: nn.Module) -> list[DerivedWeight]:

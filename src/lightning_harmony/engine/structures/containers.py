@@ -7,7 +7,7 @@ methods of the class of Python's own that holds it.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice, starmap
 from operator import is_
@@ -15,6 +15,8 @@ from typing import Any
 
 from torch._C._dynamo.guards import dict_version
 
+# In the place of a value where there is none.
+MISSING = object()
 _OF_PYTHON = frozenset((OrderedDict, defaultdict, dict, list, deque, set))
 
 
@@ -119,3 +121,16 @@ def put_item(content: Any, name: Any, value: Any) -> None:
     kind: Any = type(content)
     holds = class_of_python(kind) if issubclass(kind, list | dict | deque) else kind
     holds.__setitem__(content, name, value)
+
+
+def put_value(content: Any, name: Any, value: Any) -> None:
+    """Let a value have a name in a dict, or in what is seen as one; none, if it is `MISSING`."""
+    if value is MISSING:
+        content.pop(name, None)
+    else:
+        content[name] = value
+
+
+def changed_names(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
+    """The names under which two dicts hold different objects."""
+    return [name for name in {**before, **now} if now.get(name, MISSING) is not before.get(name, MISSING)]
