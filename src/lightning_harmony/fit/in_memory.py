@@ -86,7 +86,7 @@ class InMemory:
         """
         self._watch.state.come_back()
         fits = self._watch.knows_to_fit("training_step", args)
-        if not self._module.automatic_optimization or self.tree.takes_iterator(self._module.training_step):
+        if self.tree.runs_alone(self._module):
             with nullcontext() if fits else self._watch.bounding():
                 return step(*args, **kwargs)
         sizes, parts = self._split(args, kwargs)
@@ -190,10 +190,9 @@ class InMemory:
 
         Each microbatch's backward can then follow its forward, and its graph go.
         """
-        plugin, base = type(self.trainer.precision_plugin), self.tree.part("plugins.precision").Precision
         return (
-            plugin.backward is base.backward
-            and plugin.__module__.startswith((f"{self.tree.name}.plugins.", "lightning_harmony."))
+            self.tree.calls_backward(self.trainer)
+            and self.tree.is_known(type(self.trainer.precision_plugin))
             and not between_passes(self.tree, self.trainer)
             and not compat.is_backward_skipped(self.trainer)
             and all(type(each).zero_grad is Optimizer.zero_grad for each in self.trainer.optimizers)

@@ -26,7 +26,6 @@ from lightning_harmony.engine.updates.optimizer_twin import by_value
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
 from lightning_harmony.engine.updates.update import StepUpdate
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
-from lightning_harmony.fit.loss_gradient import LossGradient
 from lightning_harmony.fit.unchanged import UnchangedBatch, UnchangedParameters
 from lightning_harmony.fit.user_steps import TrainingStep, before_accumulation, run_without_backward
 from lightning_harmony.held.optimizer_readers import OptimizerReaders, scheduler_reader
@@ -67,7 +66,6 @@ class Training:
         self._interleaving = Interleaving(self.tree, self.trainer, self.engine)
         self._readers = OptimizerReaders(self._interleaving.places, self._module, self.engine.modules_of_layers())
         self.deferred.policy.default_dtypes = self._interleaving.default_dtypes
-        self._loss_gradient = LossGradient(self.tree, self.trainer, self.deferred.policy)
         self._budget = HostBudget(self.engine, self.trainer, self.deferred.policy)
         # Where nothing says it, the fewest that fit. Of several devices each has one to run, and one to wait for.
         self._number = 1 if len(self.engine.devices) == 1 else 2 * len(self.engine.devices)
@@ -80,9 +78,9 @@ class Training:
             CapacityError: if the host has too little memory.
         """
         layers = [self._module.get_submodule(name).parameters() for pack in self.engine.plan.packs for name in pack]
-        is_deferred = self._runs_alone() or self._is_deferred()
-        self._budget.refuse_too_little(layers, is_deferred=is_deferred)
-        self.summary.show_start(runs_alone=self._runs_alone())
+        runs_alone = self.tree.runs_alone(self._module)
+        self._budget.refuse_too_little(layers, is_deferred=runs_alone or self._is_deferred())
+        self.summary.show_start(runs_alone=runs_alone)
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a batch; the backward runs when that of the result does.
@@ -97,7 +95,8 @@ class Training:
         # Again: an optimizer may call the step more than once, and assign to `parameter.data` between.
         self.engine.catch_up()
         self._finish_what_is_read()
-        if self._runs_alone():
+        if self.tree.runs_alone(self._module):
+            # Each call of a layer brings its weights, and its gradients stay for later.
             with self.engine.outside_of_lanes(), self._interleaving.alone(), self._stepping_by_hand():
                 output = step(*args, **kwargs)
             does = "fetches its batches" if self._module.automatic_optimization else "steps its optimizers"
@@ -196,7 +195,7 @@ class Training:
         if compat.is_backward_skipped(self.trainer) or not any(each.requires_grad for each in steps):
             self._abandon()
         else:
-            parameters = self._module.parameters() if self._loss_gradient.is_backward_own() else ()
+            parameters = () if self.tree.calls_backward(self.trainer) else self._module.parameters()
             anchor = anchored(torch.zeros((), requires_grad=True), parameters)
             unchanged = UnchangedParameters.of(self.tree, self.trainer, self.engine.parameters_in_graph())
             loss = DeferredBackward.apply(anchor, loss, partial(self._backward, len(sizes), unchanged))
@@ -204,13 +203,9 @@ class Training:
 
     def after_backward(self) -> None:
         """Once, show the plan, and check the loss if that was asked for."""
-        if not self._runs_alone():
+        if not self.tree.runs_alone(self._module):
             self.summary.show_plan(self.deferred.policy, takes_turns=self._interleaving.hazard is None)
         self.split_check.after_backward(self._losses_of, self.engine.devices)
-
-    def _runs_alone(self) -> bool:
-        """Whether the training_step runs as it is: each call of a layer brings its weights, its gradients stay for later."""
-        return not self._module.automatic_optimization or self.tree.takes_iterator(self._module.training_step)
 
     def _losses_of(self, batches: Sequence[Any], like: Any) -> list[Tensor | None]:
         """Run the training_step on some batches, without a backward."""
@@ -232,7 +227,7 @@ class Training:
         seed = torch.initial_seed()
         seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
         microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
-        num_elements, predicted = _largest(steps), self._loss_gradient.predicted()
+        num_elements, predicted = _largest(steps), self.deferred.policy.predicted_gradient()
 
         def limit() -> None:
             self._budget.limit(is_deferred=self._is_deferred())
@@ -270,7 +265,9 @@ class Training:
         """
         try:
             unchanged.check()
-            whole = before_accumulation(gradient, self._loss_gradient.scale(), self.trainer.accumulate_grad_batches)
+            whole = before_accumulation(
+                gradient, self.deferred.policy.loss_scale(), self.trainer.accumulate_grad_batches
+            )
             self._backward_and_report(whole, self._requested(anchor), num_microbatches)
         finally:
             self.engine.step.averaging = None
@@ -278,7 +275,7 @@ class Training:
 
     def hear_of(self, averaging: Averaging) -> bool:
         """A backward begins whose gradients are averaged over nodes; whether this node will agree on what it needs of them."""
-        if self._runs_alone():
+        if self.tree.runs_alone(self._module):
             return False
         self.engine.step.averaging = averaging
         return True

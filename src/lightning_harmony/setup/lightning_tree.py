@@ -43,6 +43,19 @@ class LightningTree:
         """Whether a module of Python, given its name, is one of Lightning's that call hooks of others."""
         return module.startswith((f"{self.name}.trainer.", f"{self.name}.loops."))
 
+    def is_known(self, maker: Any, part: str = "plugins") -> bool:
+        """Whether a class or a function is of some part of Lightning's, or of this package, and not the user's."""
+        return str(getattr(maker, "__module__", None)).startswith((f"{self.name}.{part}.", "lightning_harmony."))
+
+    def runs_alone(self, module: Any) -> bool:
+        """Whether a training_step steps its optimizers or fetches its batches itself, so that it runs as it is."""
+        return not module.automatic_optimization or self.takes_iterator(module.training_step)
+
+    def calls_backward(self, trainer: Any) -> bool:
+        """Whether Lightning's own code calls the backward of a loss, and not the user's."""
+        plugin, base = type(trainer.precision_plugin), self.part("plugins.precision").Precision
+        return plugin.backward is base.backward and not self.overrides(trainer.lightning_module, "backward")
+
     def takes_iterator(self, step: Any) -> bool:
         """Whether a step fetches its batches itself."""
         signature = self.part("utilities.signature_utils")

@@ -81,12 +81,12 @@ def state_readers(tree: LightningTree, trainer: Any) -> list[str]:
 
 def _of_users(tree: LightningTree, owner: Any, hooks: Iterable[str]) -> list[str]:
     """Those hooks of a precision plugin, or a strategy, in words, that neither Lightning nor this package has written."""
-    kind, known = type(owner), (f"{tree.name}.plugins.", "lightning_harmony.")
+    kind = type(owner)
     found = ((hook, getattr(kind, hook, None)) for hook in hooks)
     return [
         f"{kind.__name__}.{hook} is overridden"
         for hook, function in found
-        if function is not None and not function.__module__.startswith(known)
+        if function is not None and not tree.is_known(function)
     ]
 
 
@@ -115,7 +115,7 @@ def _is_lightnings(tree: LightningTree, callback: Any, hook: str) -> bool:
     """Whether a hook is one of Lightning's, or of this package; and nobody has wrapped it."""
     # A proxy or a mock has hooks that its class has not.
     own = None if hook in getattr(callback, "__dict__", ()) else getattr(type(callback), hook, None)
-    return str(getattr(own, "__module__", None)).startswith((f"{tree.name}.callbacks.", "lightning_harmony."))
+    return tree.is_known(own, "callbacks")
 
 
 def end_of_batches(trainer: Any) -> str | None:

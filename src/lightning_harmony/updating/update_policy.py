@@ -87,8 +87,7 @@ class UpdatePolicy:
         """What this node needs of a step's gradients, which are averaged over nodes."""
         tree, trainer = self.tree, self.trainer
         steps_otherwise = (
-            not trainer.lightning_module.automatic_optimization
-            or tree.takes_iterator(trainer.lightning_module.training_step)
+            tree.runs_alone(trainer.lightning_module)
             or len(self._optimizers) != 1
             or self.why_whole(self._optimizers[0]) is not None
             or watcher_of(self._optimizers[0]) is not None
@@ -243,8 +242,11 @@ class UpdatePolicy:
         """Whether gradients are clipped by Lightning's own functions."""
         plugin, base = type(self.trainer.precision_plugin), self.tree.part("plugins.precision").Precision
         names = ("clip_grad_by_norm", "clip_grad_by_value")
-        is_known = plugin.__module__.startswith((f"{self.tree.name}.plugins.", "lightning_harmony."))
-        return is_known and all(getattr(plugin, name) is getattr(base, name) for name in names) and _torch_clips()
+        return (
+            self.tree.is_known(plugin)
+            and all(getattr(plugin, name) is getattr(base, name) for name in names)
+            and _torch_clips()
+        )
 
     def clips_late(self) -> bool:
         """Whether Lightning alone clips gradients, and nobody sees them between that and their use."""
@@ -276,6 +278,24 @@ class UpdatePolicy:
     def scaler(self) -> Any:
         """Lightning's gradient scaler, if there is one."""
         return getattr(self.trainer.precision_plugin, "scaler", None)
+
+    def loss_scale(self) -> float:
+        """What Lightning's scaler multiplies losses by; 1 where there is none."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def predicted_gradient(self) -> float | None:
+        """The gradient that Lightning will bring to the sum over all batches of a step.
+
+        None where it adds to earlier gradients, where gradients come to tensors that are none of the module's, for Lightning
+        zeroes those when it knows the loss, or where the user's own `backward` may bring any other, or ask for some
+        parameters: to rescale what was computed from a wrong prediction would round otherwise.
+        """
+        # In the first batches of a step there is nothing to add to.
+        adds = self.trainer.accumulate_grad_batches > 1 and any(
+            p.grad is not None for p in self.trainer.lightning_module.parameters()
+        )
+        is_unknown = adds or not self.tree.calls_backward(self.trainer) or self.trains_others()
+        return None if is_unknown else self.loss_scale()
 
     @property
     def _optimizers(self) -> Any:
