@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.lanes.rng import RandomStreams, stream_seed
 from lightning_harmony.engine.model.compiled import is_compiled
 from lightning_harmony.engine.model.decompose import find_layers
+from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.replicas.runs import Runs
 from lightning_harmony.engine.structures.nested import map_tensors
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
@@ -292,8 +294,7 @@ class InMemory:
         """The parameters whose gradients Lightning zeroes between the forward of this batch and its backward."""
         if self.trainer.fit_loop.epoch_loop.batch_idx % self.trainer.accumulate_grad_batches:
             return []
-        groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
-        return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
+        return list(dict.fromkeys(chain.from_iterable(map(parameters_of, self.trainer.optimizers))))
 
     @contextmanager
     def _keeping_gradients(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.devices.free_memory import free_host_bytes
+from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.structures.parts import is_composed
 
 
@@ -71,8 +72,7 @@ def move_optimizer_state(optimizers: Sequence[Optimizer], device: torch.device) 
 
 def _state_tensors(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
     """What optimizers keep, each tensor once, without parameters: those are the model's, whoever else holds them."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    seen = {id(parameter) for group in groups for parameter in group["params"]}
+    seen = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
     for leaf in tree_leaves([list(optimizer.state.values()) for optimizer in optimizers]):
         if isinstance(leaf, Tensor) and id(leaf) not in seen:
             seen.add(id(leaf))

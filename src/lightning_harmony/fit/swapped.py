@@ -16,7 +16,7 @@ from lightning_harmony.engine.measure.origin import origin_of
 from lightning_harmony.engine.measure.profile_cache import ProfileCache
 from lightning_harmony.engine.model.decompose import Layer, find_layers
 from lightning_harmony.engine.model.host_store import HostStore
-from lightning_harmony.engine.nodes.division import Division
+from lightning_harmony.engine.nodes.division import Division, parameters_of
 from lightning_harmony.engine.step.assembly import assemble
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.structures.parts import num_bytes_of
@@ -246,8 +246,7 @@ class Swapped:
             )
 
     def _has_optimizer(self, parameter: nn.Parameter) -> bool:
-        groups = (group for optimizer in self._trainer.optimizers for group in optimizer.param_groups)
-        return any(each is parameter for group in groups for each in group["params"])
+        return any(each is parameter for one in self._trainer.optimizers for each in parameters_of(one))
 
     def _records(self, layers: list[Layer], devices: Sequence[Device]) -> ProfileCache | None:
         settings, plugin = self._settings, self._trainer.precision_plugin

@@ -10,14 +10,12 @@ from lightning_harmony.engine.measure.report import in_words
 from lightning_harmony.engine.nodes.division import Need
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.updates.disk_home import DiskHome
-from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.drawing.page import format_seconds
-from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.simulate.replay import prediction_of
 from lightning_harmony.plan.values.host_need import waiting_bytes
 from lightning_harmony.plan.values.memory_size import format_bytes
-from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import Prediction
-from lightning_harmony.plan.values.printed import fact_lines, table_lines
+from lightning_harmony.plan.values.printed import amount, fact_lines, table_lines
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating import optimizer_state
 from lightning_harmony.updating.update_policy import UpdatePolicy
@@ -133,7 +131,7 @@ def describe_plan(
         takes_turns: whether microbatches may take turns. What others do is not predicted.
     """
     plan = engine.plan
-    prediction = _predicted(plan) if takes_turns else None
+    prediction = prediction_of(plan) if takes_turns else None
     title = (
         f"Harmony: {_count(sum(len(pack) for pack in plan.packs), 'layer')} in {_count(len(plan.packs), 'pack')}, "
         f"{_count(plan.num_microbatches or 1, 'microbatch', 'es')}, {_count(plan.num_devices, 'device')}"
@@ -176,14 +174,6 @@ def _on_disk(disk: DiskHome, prediction: Prediction | None) -> str:
     return f"{text}, {format_bytes(a_day)} written a day, which is to be compared with what the disk is rated for (TBW)"
 
 
-def _predicted(plan: Plan) -> Prediction | None:
-    try:
-        return predict(plan)
-    except PlanError:
-        # Where the plan's order leaves no room, the executor still finds some, but nobody knows what that takes.
-        return None
-
-
 def _table(
     engine: Executor, optimizers: Sequence[Any], prediction: Prediction | None, *, is_deferred: bool
 ) -> list[str]:
@@ -199,14 +189,14 @@ def _table(
     on_host = {
         "weights": format_bytes(engine.store.num_bytes),
         "gradients": format_bytes(most) if most == sum(gradients) else f"up to {format_bytes(most)}",
-        "optimizer state": "unknown" if state is None else _amount(state - on_disk),
+        "optimizer state": "unknown" if state is None else amount(state - on_disk),
     }
     # Weights and gradients that go with it are not predicted either.
     moved = {"optimizer state": ["with updates" if engine.updater.streamed.is_on_device else "-"] * 2}
     if prediction is not None:
         for kind in ("weights", "gradients", "stash"):
             ways = [(device.swapped_in_bytes, device.swapped_out_bytes) for device in prediction.devices]
-            moved[kind] = [_amount(sum(each.get(kind, 0) for each in way)) for way in zip(*ways, strict=True)]
+            moved[kind] = [amount(sum(each.get(kind, 0) for each in way)) for way in zip(*ways, strict=True)]
         on_host["stash"] = moved["stash"][1]
     rows = [["", "On the host", "In, a step", "Out, a step"]]
     rows += [[kind, text, *moved.get(kind, ["unknown"] * 2)] for kind, text in on_host.items()]
@@ -215,10 +205,6 @@ def _table(
 
 def _count(number: int, noun: str, ending: str = "s") -> str:
     return f"{number} {noun}{ending if number != 1 else ''}"
-
-
-def _amount(num_bytes: int) -> str:
-    return format_bytes(num_bytes) if num_bytes else "-"
 
 
 def _of(num_bytes: int, limit: int | None) -> str:

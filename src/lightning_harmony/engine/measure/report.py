@@ -8,7 +8,7 @@ from threading import Lock
 
 from lightning_harmony.plan.drawing.page import format_seconds
 from lightning_harmony.plan.values.memory_size import format_bytes
-from lightning_harmony.plan.values.printed import Printed, fact_lines, table_lines
+from lightning_harmony.plan.values.printed import Printed, amount, fact_lines, table_lines
 
 KINDS = ("weights", "gradients", "optimizer", "stash")
 
@@ -89,7 +89,7 @@ class StepReport(Printed):
         if self.num_packs:
             # What comes and goes as "optimizer" are weights and gradients, too.
             rows = [
-                ("for updates" if kind == "optimizer" else kind, *map(_amount, (self.swapped_in_bytes[kind], out)))
+                ("for updates" if kind == "optimizer" else kind, *map(amount, (self.swapped_in_bytes[kind], out)))
                 for kind, out in self.swapped_out_bytes.items()
             ]
             lines += table_lines([("", "In", "Out"), *rows])
@@ -117,10 +117,6 @@ class StepReport(Printed):
         if self.update_hidden:
             yield f"{self.update_hidden:.0%}", "Of the time of updates, devices had other work"
         yield self.update, in_words(self.update, self.update_reason)
-
-
-def _amount(num_bytes: int) -> str:
-    return format_bytes(num_bytes) if num_bytes else "-"
 
 
 @dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from lightning_harmony.errors import PlanError
-from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.simulate.replay import prediction_of
 from lightning_harmony.plan.values.document import Document, DocumentKind
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import Prediction
@@ -40,11 +40,9 @@ class Recording(Document):
 
     def predicted(self) -> Prediction | None:
         """What the plan says that the step does; None if it does not say, or microbatches took no turns as it has it."""
-        try:
-            predicted = predict(self.plan)
-        except PlanError:
-            return None
-        return None if _takes_turns(predicted) and not _takes_turns(self.measured) else predicted
+        predicted = prediction_of(self.plan)
+        is_other = predicted is not None and _takes_turns(predicted) and not _takes_turns(self.measured)
+        return None if is_other else predicted
 
     def why_unpredicted(self) -> str:
         """Why nothing is predicted of the step."""

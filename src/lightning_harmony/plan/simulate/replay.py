@@ -70,14 +70,19 @@ def predict(plan: Plan, machine: DeviceLimits | None = None, *, is_deferred: boo
     )
 
 
+def prediction_of(plan: Plan) -> Prediction | None:
+    """What a step by a plan does; None where it has no profile, or its order leaves no room."""
+    try:
+        return predict(plan)
+    except PlanError:
+        # The executor may still find some: it drops graphs, and parks sums. But nobody knows what that takes.
+        return None
+
+
 def with_prediction(plan: Plan) -> Plan:
     """A plan with what a step by it is predicted to take; with no prediction where its order leaves no room."""
-    try:
-        prediction = predict(plan)
-    except PlanError:
-        # The executor may still find some: it drops graphs, and parks sums.
-        return replace(plan, predicted=None)
-    return replace(plan, predicted=Predicted(prediction.seconds, prediction.peak_bytes))
+    found = prediction_of(plan)
+    return replace(plan, predicted=None if found is None else Predicted(found.seconds, found.peak_bytes))
 
 
 def replay(plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: DeviceLimits) -> Prediction:

@@ -3,12 +3,19 @@
 from collections.abc import Sequence
 from html import escape
 
+from lightning_harmony.plan.values.memory_size import format_bytes
+
 
 class Printed:
     """A value that a notebook shows as it is printed."""
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
+
+
+def amount(num_bytes: int) -> str:
+    """Bytes in a cell of a table, which may be none."""
+    return format_bytes(num_bytes) if num_bytes else "-"
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
