@@ -77,9 +77,8 @@ class Training:
         Raises:
             CapacityError: if the host has too little memory.
         """
-        layers = [self._module.get_submodule(name).parameters() for pack in self.engine.plan.packs for name in pack]
         runs_alone = self.tree.runs_alone(self._module)
-        self._budget.refuse_too_little(layers, is_deferred=runs_alone or self._is_deferred())
+        self._budget.refuse_too_little(runs_alone=runs_alone)
         self.summary.show_start(runs_alone=runs_alone)
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -229,30 +228,23 @@ class Training:
         microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
         num_elements, predicted = _largest(steps), self.deferred.policy.predicted_gradient()
 
-        def limit() -> None:
-            self._budget.limit(is_deferred=self._is_deferred())
-
         def forward(interleave: bool) -> None:
             self.engine.forward(
                 microbatches,
                 num_elements=num_elements,
                 predicted_gradient=predicted,
                 interleave=interleave,
-                on_plan=limit,
+                on_plan=self._budget.limit,
             )
             if not self.engine.step.is_sequential:
-                self._budget.check(is_deferred=self._is_deferred())
+                self._budget.check()
 
-        limit()
+        self._budget.limit()
         if len(sizes) > 1 and not self.engine.planner.takes_turns and self._interleaving.hazard is None:
             short = "the device has no room for the activations and gradients of all of them at once"
             self._interleaving.end(short, len(sizes), "use smaller batches, or more memory")
         with without_caches(self._module):
             self._interleaving.run(forward, sizes, batch.parts, batch.shared)
-
-    def _is_deferred(self) -> bool:
-        # On nodes, a pack's gradients may wait for those of a slower one.
-        return self.trainer.world_size > 1 or self.deferred.policy.choose()[0] == "deferred"
 
     def _backward(self, num_microbatches: int, unchanged: UnchangedParameters, gradient: Tensor, anchor: Any) -> None:
         """Run the backward of all microbatches; the gradient of the batch's loss has come.

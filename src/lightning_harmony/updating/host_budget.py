@@ -139,20 +139,27 @@ class HostBudget:
     def __init__(self, engine: Executor, trainer: Any, policy: UpdatePolicy) -> None:
         self._engine, self._trainer, self._policy = engine, trainer, policy
         self._limited_for: tuple[Plan, bool] | None = None
+        # The parameters of each, in the order of the forward.
         self._layers: list[list[nn.Parameter]] = []
 
-    def refuse_too_little(self, layers: Iterable[Iterable[nn.Parameter]], *, is_deferred: bool) -> None:
+    @property
+    def _is_deferred(self) -> bool:
+        """Whether no update runs just in time. On nodes, a pack's gradients may wait for those of a slower one."""
+        return self._trainer.world_size > 1 or self._policy.choose()[0] == "deferred"
+
+    def refuse_too_little(self, *, runs_alone: bool) -> None:
         """Refuse to train where gradients and optimizer state will not fit, however few gradients wait.
 
         Args:
-            layers: the parameters of each, in the order of the forward. Packs of several will need more, as far as there is
-                more.
-            is_deferred: whether no update runs just in time.
+            runs_alone: whether the training_step runs as it is, and the update behind it.
 
         Raises:
             CapacityError: saying how many bytes the host, or the disk, is short.
         """
-        self._layers = list(map(list, layers))
+        is_deferred, module = runs_alone or self._is_deferred, self._trainer.lightning_module
+        # Packs of several will need more, as far as there is more.
+        names = [name for pack in self._engine.plan.packs for name in pack]
+        self._layers = [list(module.get_submodule(name).parameters()) for name in names]
         updated = (p for one in self._trainer.optimizers for p in parameters_of(one))
         sizes = {p: p.numel() * p.element_size() for p in updated if p.requires_grad}
         # Each parameter in one layer; those of none, by themselves.
@@ -178,11 +185,8 @@ class HostBudget:
                 + _ways_out(is_deferred, short if would_fit else 0)
             )
 
-    def limit(self, *, is_deferred: bool) -> None:
+    def limit(self) -> None:
         """Before a step, and when it is planned: what gradients and the stash may take, as long as no more is known of that.
-
-        Args:
-            is_deferred: whether no update runs just in time.
 
         Raises:
             CapacityError: if optimizer state is to make way for them, and the disk has no room for it.
@@ -196,12 +200,12 @@ class HostBudget:
             engine.updater.postponed.finish()
             engine.updater.streamed.bring_to_disk(self._states())
         if engine.has_succeeded:
-            waiting = waiting_bytes(engine.gradient_bytes, is_deferred=is_deferred)
+            waiting = waiting_bytes(engine.gradient_bytes, is_deferred=self._is_deferred)
             self._move_to_disk(waiting + engine.plan.stash_bytes)
         # The first step's gradients go as its state comes.
         to_come = self._state_to_come() if engine.has_succeeded else 0
         engine.pool.limit = room_on_host() + engine.pool.num_bytes - to_come
-        engine.pool.reserved_bytes = self._least_gradient_bytes(is_deferred=is_deferred) if engine.has_succeeded else 0
+        engine.pool.reserved_bytes = self._least_gradient_bytes() if engine.has_succeeded else 0
 
     def _move_to_disk(self, other_bytes: int) -> None:
         """Let as much optimizer state live on disk as the host has no room for.
@@ -239,25 +243,22 @@ class HostBudget:
             if parameter in of_layers and num_bytes and not streamed.disk.is_home_of(parameter)
         }
 
-    def check(self, *, is_deferred: bool) -> None:
+    def check(self) -> None:
         """After a forward, when all of the stash is there: see that the backward will have room for gradients.
-
-        Args:
-            is_deferred: whether its updates follow the backward.
 
         Raises:
             CapacityError: saying how many bytes the host is short.
         """
-        pool, needed = self._engine.pool, self._least_gradient_bytes(is_deferred=is_deferred)
+        pool, needed = self._engine.pool, self._least_gradient_bytes()
         if not pool.has_room(needed):
             raise pool.shortage(needed)
 
-    def _least_gradient_bytes(self, *, is_deferred: bool) -> int:
+    def _least_gradient_bytes(self) -> int:
         """What a backward cannot do without on the host."""
         gradients = self._engine.gradient_bytes
         # Lightning zeroes what parameters still have of the step before.
         kept = self._engine.updater.buffers.kept_bytes
-        return max(sum(gradients) - kept, 0) if is_deferred else max(gradients, default=0)
+        return max(sum(gradients) - kept, 0) if self._is_deferred else max(gradients, default=0)
 
     def _state_to_come(self, *, assumes: bool = False) -> int:
         """What optimizer state will take of the host beside what it takes now.

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import Traffic
@@ -141,16 +141,13 @@ class StreamedUpdate:
             make_step(share, clip, elsewhere, gradients, {parameter: share.state(parameter) for parameter in elsewhere})
         if streamed:
             with self.disk.one_update if self.disk.is_in_use else nullcontext():
-                self._stream(
-                    share, streamed, gradients, clip, between or (lambda: None), keeps_gradients=keeps_gradients
-                )
+                self._stream(share, streamed, clip, between or (lambda: None), keeps_gradients=keeps_gradients)
         share.keep_states()
 
     def _stream(
         self,
         share: Share,
         streamed: Sequence[nn.Parameter],
-        gradients: Mapping[nn.Parameter, Tensor],
         clip: Clip | None,
         between: Callable[[], None],
         *,
@@ -158,8 +155,8 @@ class StreamedUpdate:
     ) -> None:
         self.open()
         homes: Values = {}
-        there = [parameter for parameter in streamed if self.device.owns(gradients[parameter])]
-        coming = [parameter for parameter in streamed if not self.device.owns(gradients[parameter])]
+        there = [parameter for parameter in streamed if self.device.owns(share.gradients[parameter])]
+        coming = [parameter for parameter in streamed if not self.device.owns(share.gradients[parameter])]
         called: deque[Piece] = deque()
         try:
             for parameters in (coming, there):
@@ -170,7 +167,7 @@ class StreamedUpdate:
                     if not is_first:
                         between()
                     is_first = False
-                    self._stage.launch(share, called[0], gradients, clip, homes, keeps_gradients=keeps_gradients)
+                    self._stage.launch(share, called[0], clip, homes, keeps_gradients=keeps_gradients)
                     called.popleft()
         finally:
             self._stage.finish()

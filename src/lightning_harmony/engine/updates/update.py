@@ -357,7 +357,7 @@ class Updater:
                     if masters is not None and (master := masters.find(parameter)) is not None:
                         share.masters[parameter] = master
         if step.optimizer is not None:
-            self._update(queue, step.optimizer, step, share, parameters, between)
+            self._update(queue, step, share, parameters, between)
         for contributions in parts:
             for part in contributions:
                 self._use(step, part)
@@ -372,7 +372,6 @@ class Updater:
     def _update(
         self,
         queue: UpdateQueue,
-        optimizer: Optimizer,
         step: StepUpdate,
         share: Share | None,
         parameters: Sequence[nn.Parameter],
@@ -385,11 +384,11 @@ class Updater:
         with queue.updating(parameters, timed_bytes):
             if share is not None:
                 queue.streamed.update(share, step.clip, between=between)
-            else:
-                with only(optimizer, self._groups, parameters):
+            elif step.optimizer is not None:
+                with only(step.optimizer, self._groups, parameters):
                     if step.clip is not None:
                         step.clip(list(parameters))
-                    optimizer.step()
+                    step.optimizer.step()
                 for parameter in parameters:
                     parameter.grad = None
 

@@ -140,7 +140,6 @@ class Stage:
         self,
         share: Share,
         piece: Piece,
-        gradients: Mapping[nn.Parameter, Tensor],
         clip: Clip | None,
         homes: Values,
         *,
@@ -151,7 +150,6 @@ class Stage:
         Args:
             share: whose piece it is.
             piece: what is stepped.
-            gradients: of the share.
             clip: changes gradients before.
             homes: on the host, of the state that steps have made of a parameter whose last part is yet to come.
             keeps_gradients: whether gradients go back if they are clipped.
@@ -165,7 +163,7 @@ class Stage:
             else parameters[part.parameter]
             for part in parts
         }
-        gradients = {part.parameter: part.of(gradients[part.parameter]) for part in parts}
+        gradients = {part.parameter: part.of(share.gradients[part.parameter]) for part in parts}
         coming_gradients = {p: gradient for p, gradient in gradients.items() if not self.device.owns(gradient)}
         with self.device.on_host():
             kept, first = self._kept(share, piece)
