@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -162,8 +161,6 @@ class MemoryWatch:
             del result
         except torch.OutOfMemoryError as shortage:
             error = str(shortage)
-        # Not within the except clause: the error's frames hold what the attempt has allocated.
-        gc.collect()
         if num_collectives() != collectives:
             raise self._cannot_undo("exchanges tensors with other nodes", error)
         left = before.restore()

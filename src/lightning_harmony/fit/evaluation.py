@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -71,8 +70,6 @@ class Evaluation:
             # Weights that the step has put in the place of others would not be put back.
             if before is None or samples is None or weights != self._versions():
                 raise
-        # Not within the except clause: the error's frames hold what the attempt has allocated.
-        gc.collect()
         left = before.restore()
         self.engine.forget_evaluations()
         self._too_large[name] = elements

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -104,8 +103,6 @@ class Spread:
             before.let_go()
             self._has_run = True
             return result
-        # Not within the except clause: the error's frames hold what the attempt has allocated.
-        gc.collect()
         self._refuse(reason + before.restore())
         return run(None)
 

@@ -104,12 +104,13 @@ class Swapped:
         self.engine = engine
         self._closing.callback(engine.close)
         policy = UpdatePolicy(tree, trainer, engine, settings.update, division=self._division)
-        # Who has asked for optimizers may have kept them.
-        if summary is not None:
-            before = self.training.deferred.policy
-            policy.was_asked, policy.was_asked_between = before.was_asked, before.was_asked_between
         deferred = DeferredUpdate(policy, engine)
-        summary = FitSummary(tree, trainer, engine) if summary is None else replace(summary, engine=engine)
+        if summary is None:
+            summary = FitSummary(tree, trainer, engine, policy)
+        else:
+            # Who has asked for optimizers may have kept them.
+            policy.was_asked, policy.was_asked_between = summary.policy.was_asked, summary.policy.was_asked_between
+            summary = replace(summary, engine=engine, policy=policy)
         self.training = Training(tree, trainer, engine, settings, deferred, self._split_check, self._reports, summary)
         self._evaluation = Evaluation(tree, trainer, engine, settings, self._split_check.splitting)
 

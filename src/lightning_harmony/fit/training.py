@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -118,9 +117,7 @@ class Training:
                 if before is None or fewest is None or not fewest.fails():
                     raise
                 self._number = fewest.number
-            # Not within the except clause: the error's frames hold what the attempt has allocated.
             del parts, steps
-            gc.collect()
             left = before.restore()
             self.engine.start_over()
             if left:
@@ -147,7 +144,7 @@ class Training:
             policy.step_reader = scheduler_reader(schedulers, optimizers)
         if policy.step_reader is not None:
             self.engine.updater.postponed.finish()
-        self.summary.show_late_reader(policy)
+        self.summary.show_late_reader()
 
     def give_optimizers(self) -> None:
         """The user's code asks for optimizers: their state is that after the last step.
@@ -203,7 +200,7 @@ class Training:
     def after_backward(self) -> None:
         """Once, show the plan, and check the loss if that was asked for."""
         if not self.tree.runs_alone(self._module):
-            self.summary.show_plan(self.deferred.policy, takes_turns=self._interleaving.hazard is None)
+            self.summary.show_plan(takes_turns=self._interleaving.hazard is None)
         self.split_check.after_backward(self._losses_of, self.engine.devices)
 
     def _losses_of(self, batches: Sequence[Any], like: Any) -> list[Tensor | None]:

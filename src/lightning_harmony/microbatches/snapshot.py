@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,11 +57,12 @@ class Snapshot:
         return not same or (now.python, now.numpy) != (self._random.python, self._random.numpy)
 
     def restore(self) -> str:
-        """Make everything what it was.
+        """Make everything what it was. Not to be called within an except clause: frames hold what the attempt has allocated.
 
         Returns:
             What cannot be made so, such as a hash, in words; empty if nothing is left.
         """
+        gc.collect()
         # What is restored here, streams may still be reading.
         for device in self._cuda_devices:
             torch.cuda.synchronize(device)

@@ -31,6 +31,7 @@ class FitSummary:
     tree: LightningTree
     trainer: Any
     engine: Executor
+    policy: UpdatePolicy
     _has_shown_plan: bool = False
     _has_named_reader: bool = False
     _has_named_gradient: bool = False
@@ -44,32 +45,28 @@ class FitSummary:
         if self._is_wanted():
             self.tree.show(describe_start(self.engine, runs_alone=runs_alone))
 
-    def show_plan(self, policy: UpdatePolicy, *, takes_turns: bool) -> None:
+    def show_plan(self, *, takes_turns: bool) -> None:
         """A backward has ended: show the plan, if there is one by now, and no first update in it is still to be timed.
 
         Args:
-            policy: tells when parameters are updated, and why.
             takes_turns: whether microbatches may take turns, as the plan has it.
         """
         plan = self.engine.plan
         if self._has_shown_plan or plan.num_microbatches is None or plan.profile is None:
             return
-        update, reason = policy.choose()
+        update, reason = self.policy.choose()
         if update == "just-in-time" and plan.profile.machine.update_bytes_per_second is None:
             return
-        seen = policy.why_never_later()
+        seen = self.policy.why_never_later()
         self._has_shown_plan, self._has_named_reader = True, seen is not None
         if self._is_wanted():
             self.tree.show(
                 describe_plan(self.engine, self.trainer.optimizers, update, reason, seen, takes_turns) + "\n"
             )
 
-    def show_late_reader(self, policy: UpdatePolicy) -> None:
-        """A step begins: say who misses gradients, and what ends the overlap of updates, if the plan named nothing that did.
-
-        Args:
-            policy: tells.
-        """
+    def show_late_reader(self) -> None:
+        """A step begins: say who misses gradients, and what ends the overlap of updates if the plan named nothing."""
+        policy = self.policy
         misses = policy.lookout.misses_gradient
         is_used_up, division = policy.choose()[0] == "just-in-time", policy.division
         is_elsewhere = division is not None and division.need is Need.OWN_AND_NORMS

@@ -89,8 +89,8 @@ class Planner:
         # Which parameters needed gradients in steps so far: in each of these sets, at the same time.
         self._trained: list[frozenset[nn.Parameter]] = []
         self._has_trained_more = False
-        # Whether a step has begun, and whether that rests on the record and is yet to be checked.
-        self._has_begun = self._is_to_be_checked = False
+        # Whether the step that runs rests on the record, and is to be checked; None before the first one.
+        self._rests_on_record: bool | None = None
         # In the first steps by the plan, of which there were so many.
         self._update_speeds: list[float] = []
         self._num_steps, self._has_timed_turns = 0, False
@@ -155,13 +155,13 @@ class Planner:
                 return self._measured_anew(cast.calls, is_cast=cast.is_cast)
             self._calls = cast.calls
             return self._planned(cast.num_elements, cast.num_microbatches)
-        if self._has_begun:
+        if self._rests_on_record is not None:
             return None
-        self._has_begun = True
+        self._rests_on_record = False
         record = self._record.read(num_elements, find)
         if record is None:
             return None
-        self._is_to_be_checked = True
+        self._rests_on_record = True
         index_of = {layer.name: layer.index for layer in self._layers}
         self._calls = [index_of[name] for name in record.calls]
         if not record.is_cast:
@@ -172,8 +172,8 @@ class Planner:
 
     def after_step(self, seen: SeenStep) -> Plan | None:
         """What to run by from now on; None for the plan in use."""
-        if self._is_to_be_checked:
-            self._is_to_be_checked = False
+        if self._rests_on_record:
+            self._rests_on_record = False
             return self._checked(seen)
         if seen.is_measured:
             self.measured_elements = seen.num_elements
@@ -217,9 +217,9 @@ class Planner:
 
     def start_over(self) -> Plan | None:
         """A step did not fit, and runs again in smaller microbatches: what to run it by; None for the plan in use."""
-        if self.is_planned and not self._is_to_be_checked:
+        if self.is_planned and not self._rests_on_record:
             return None
-        self._has_begun = self._is_to_be_checked = False
+        self._rests_on_record = None
         self._record.set_aside()
         self._cast, self.is_planned, self.measured_elements = None, False, -1
         self._measured.forget_layers()
