@@ -136,8 +136,7 @@ class InMemory:
             self._compiled = [layer.module for layer in found if not is_compiled(layer.module)]
             for layer in self._compiled:
                 layer.compile(**options)
-        kind = self.tree.part("callbacks").ModelSummary
-        if not any(isinstance(callback, kind) for callback in self.trainer.callbacks):
+        if not self.tree.shows_summary(self.trainer):
             return
         capacity = self.device.capacity_bytes
         room = "without a limit" if capacity is None else f"of {format_bytes(capacity)}"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torchmetrics.aggregation import MaxMetric, MinMetric, SumMetric
 
+from lightning_harmony.engine.structures.containers import attribute_replaced
 from lightning_harmony.setup import compat
 
 _Merge = Callable[[list[Tensor], list[Any]], Tensor]
@@ -41,7 +42,7 @@ def unheard(trainer: Any) -> Iterator[Sequence[str]]:
     if results is None:
         yield logged
         return
-    heard, own, thread = results.log, vars(results).get("log"), threading.get_ident()
+    heard, thread = results.log, threading.get_ident()
 
     def log(fx: str, name: str, *args: Any, **kwargs: Any) -> None:
         if threading.get_ident() == thread:
@@ -50,17 +51,13 @@ def unheard(trainer: Any) -> Iterator[Sequence[str]]:
             heard(fx, name, *args, **kwargs)
 
     hook = compat.running_hook(module)
-    results.log = log
-    if hook in (None, "backward"):
-        compat.set_running_hook(module, "training_step")
-    try:
-        yield logged
-    finally:
-        compat.set_running_hook(module, hook)
-        if own is None:
-            del results.log
-        else:
-            results.log = own
+    with attribute_replaced(results, "log", log):
+        if hook in (None, "backward"):
+            compat.set_running_hook(module, "training_step")
+        try:
+            yield logged
+        finally:
+            compat.set_running_hook(module, hook)
 
 
 @dataclass(frozen=True)

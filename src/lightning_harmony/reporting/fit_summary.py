@@ -42,7 +42,7 @@ class FitSummary:
         Args:
             runs_alone: whether the training_step runs as it is, so that there will be no plan.
         """
-        if self._is_wanted():
+        if self.tree.shows_summary(self.trainer):
             self.tree.show(describe_start(self.engine, runs_alone=runs_alone))
 
     def show_plan(self, *, takes_turns: bool) -> None:
@@ -59,7 +59,7 @@ class FitSummary:
             return
         seen = self.policy.why_never_later()
         self._has_shown_plan, self._has_named_reader = True, seen is not None
-        if self._is_wanted():
+        if self.tree.shows_summary(self.trainer):
             self.tree.show(
                 describe_plan(self.engine, self.trainer.optimizers, update, reason, seen, takes_turns) + "\n"
             )
@@ -83,10 +83,6 @@ class FitSummary:
         if seen is not None:
             self._has_named_reader = True
             self.tree.info(f"Harmony: no overlap from now on, each update ends before the next batch: {seen}")
-
-    def _is_wanted(self) -> bool:
-        kind = self.tree.part("callbacks").ModelSummary
-        return any(isinstance(callback, kind) for callback in self.trainer.callbacks)
 
 
 def describe_start(engine: Executor, *, runs_alone: bool) -> str:

@@ -65,6 +65,11 @@ class LightningTree:
         """How many samples a batch has, as Lightning tells it; raises whatever it raises."""
         return int(self.part("utilities.data").extract_batch_size(batch))
 
+    def shows_summary(self, trainer: Any) -> bool:
+        """Whether Lightning shows its model summary: not with `Trainer(enable_model_summary=False)`."""
+        kind = self.part("callbacks").ModelSummary
+        return any(isinstance(callback, kind) for callback in trainer.callbacks)
+
     def show(self, message: str) -> None:
         """Print it where Lightning prints its model summary."""
         with self._above_progress_bars():

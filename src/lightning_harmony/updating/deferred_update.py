@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_harmony.engine.nodes.division import Need, parameters_of
 from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.engine.structures.containers import attribute_replaced
 from lightning_harmony.engine.updates.optimizer_twin import Clip, by_norm, by_value
 from lightning_harmony.engine.updates.separable_optimizers import watcher_of
 from lightning_harmony.errors import UnsupportedModelError
@@ -162,8 +163,8 @@ class DeferredUpdate:
 
         plugin = self.policy.trainer.precision_plugin
         with (
-            _replaced(plugin, "clip_grad_by_norm", clip_grad_by_norm),
-            _replaced(plugin, "clip_grad_by_value", clip_grad_by_value),
+            attribute_replaced(plugin, "clip_grad_by_norm", clip_grad_by_norm),
+            attribute_replaced(plugin, "clip_grad_by_value", clip_grad_by_value),
         ):
             yield
 
@@ -174,20 +175,5 @@ def _replaced_step(optimizer: Optimizer, ask: Any) -> Iterator[None]:
     ask.asks_for = optimizer.step
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         ask._wrapped_by_lr_sched = True
-    with _replaced(optimizer, "step", MethodType(ask, optimizer)):
+    with attribute_replaced(optimizer, "step", MethodType(ask, optimizer)):
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the context, an instance has another method."""
-    own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

@@ -18,6 +18,7 @@ from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.step.fit_record import CHECKED_STEPS, WARM_UP_STEPS, FitRecord
 from lightning_harmony.engine.step.measurements import Measurements
+from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.plan.values.record import Origin, Record
 
 ORIGIN = Origin("model", "machine", "versions")
@@ -71,8 +72,13 @@ def fit() -> Iterator[Fit]:
         SwappedLayer(index, f"layer {index}", each, list(each.parameters())) for index, each in enumerate(modules)
     ]
     store = HostStore([parameter for layer in layers for parameter in layer.parameters], device)
-    updater: Any = SimpleNamespace(state_bytes=lambda parameters: 0, kept_bytes=lambda: [0], speeds=UpdateSpeeds())
-    yield Fit(layers, Measurements([device], store, Profiler(Traffic()), WorkSpace(), None, updater))
+    updater: Any = SimpleNamespace(
+        state_bytes=lambda parameters: 0,
+        kept_bytes=lambda: [0],
+        speeds=UpdateSpeeds(),
+        streamed=SimpleNamespace(disk=DiskHome()),
+    )
+    yield Fit(layers, Measurements([device], store, Profiler(Traffic()), WorkSpace(), updater))
     store.close()
     device.close()
 

@@ -17,6 +17,7 @@ from lightning_harmony.engine.measure.workspace import WorkSpace
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.step.measurements import Measurements
+from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.plan.values.cost import SECONDS
 from lightning_harmony.plan.values.profile import DeviceLimits
 from lightning_harmony.plan.values.record import Origin, Record, SeenSize
@@ -37,7 +38,12 @@ COUNTED = (
 
 def updater() -> Any:
     """One whose optimizer has no state."""
-    return SimpleNamespace(state_bytes=lambda parameters: 0, kept_bytes=lambda: [0, 0], speeds=UpdateSpeeds())
+    return SimpleNamespace(
+        state_bytes=lambda parameters: 0,
+        kept_bytes=lambda: [0, 0],
+        speeds=UpdateSpeeds(),
+        streamed=SimpleNamespace(disk=DiskHome()),
+    )
 
 
 @pytest.fixture
@@ -52,7 +58,7 @@ def test_what_is_recalled_is_as_if_it_had_been_measured(devices: list[VirtualDev
     module = torch.nn.Linear(2, 2)
     store = HostStore(list(module.parameters()), devices[0])
     layer = SwappedLayer(0, "layer", module, list(module.parameters()))
-    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), None, updater())
+    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), updater())
     nothing = measured.cost(layer)
     assert measured.machine() == DeviceLimits(800)
     seen: dict[str, Any] = {**dict.fromkeys(COUNTED, 6), **dict.fromkeys(SECONDS, 0.5)}
@@ -92,8 +98,8 @@ def test_a_layer_costs_the_disk_what_its_state_and_weights_take_there(
     store = HostStore(list(module.parameters()), devices[0])
     layer = SwappedLayer(0, "layer", module, list(module.parameters()))
     of_state = updater()
-    of_state.state_bytes = lambda parameters: 7
-    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), Disk(), of_state)
+    of_state.state_bytes, of_state.streamed.disk = lambda parameters: 7, Disk()
+    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), of_state)
     assert measured.cost(layer).disk_bytes == 2 * 6 * 4
     # State that lives on the host may stay on a device.
     assert measured.cost(layer).optimizer_bytes == (0 if has_state else 7)
@@ -109,7 +115,7 @@ def test_what_layers_allocated_may_be_kept_where_what_they_took_is_forgotten(
     module = torch.nn.Linear(2, 2)
     store = HostStore(list(module.parameters()), devices[0])
     layer = SwappedLayer(0, "layer", module, list(module.parameters()))
-    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), None, updater())
+    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), updater())
     measured.work.note([layer], Phase.BACKWARD, 7)
     measured.forget_layers(keeps_work=keeps_work)
     measured.work.note([layer], Phase.BACKWARD, 5)

@@ -144,7 +144,7 @@ def assemble(
     step, placement, profiler = Step(has_optimizer), Placement(store, residents), Profiler(traffic)
     observer = Observer(step, placement, traffic, profiler, pool)
     transfers = Transfers(devices, traffic, lambda to, size: residents[to].admit(size), observer.timing_transfer)
-    measured = Measurements(devices, store, profiler, observer.works[True], disk, updater)
+    measured = Measurements(devices, store, profiler, observer.works[True], updater)
     record = FitRecord(records, swapped.layers, measured)
     maker = PlanMaker(swapped.layers, devices, parallel, fingerprint, measured, plan)
     planner = Planner(swapped.layers, list(in_order), measured, maker, record)

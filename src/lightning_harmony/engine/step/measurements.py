@@ -11,7 +11,6 @@ from lightning_harmony.engine.measure.profile import Profiler
 from lightning_harmony.engine.measure.workspace import WorkSpace
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
-from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.engine.updates.update import Updater
 from lightning_harmony.plan.search.packing import smallest
 from lightning_harmony.plan.values.cost import Cost
@@ -28,23 +27,19 @@ class Measurements:
         store: the host store, from which layers come.
         profiler: what was timed.
         work: what was allocated.
-        disk: where optimizer state and weights may live; None if they may not.
-        updater: times updates, and has the state that is on the host and on devices.
+        updater: times updates, and has the state that is on the host, on disk and on devices.
     """
 
     devices: Sequence[Device]
     store: HostStore
     profiler: Profiler
     work: WorkSpace
-    disk: DiskHome | None
     updater: Updater
 
     def cost(self, layer: SwappedLayer) -> Cost:
         """What a layer was seen to cost."""
         cost = self.profiler.complete(self.work.cost(layer, self.store), layer)
-        state, disk = self.updater.state_bytes(layer.parameters), self.disk
-        if disk is None:
-            return replace(cost, disk_bytes=0, optimizer_bytes=state)
+        state, disk = self.updater.state_bytes(layer.parameters), self.updater.streamed.disk
         # That which lives there stays on no device.
         state = 0 if any(map(disk.is_home_of, layer.parameters)) else state
         return replace(cost, disk_bytes=disk.bytes_of(layer.parameters), optimizer_bytes=state)
@@ -59,7 +54,7 @@ class Measurements:
             swap_out_bytes_per_second=self.profiler.swap_out.bytes_per_second,
             transfer_bytes_per_second=self.profiler.transfer.bytes_per_second,
             update_bytes_per_second=self.updater.speeds.fastest.bytes_per_second,
-            disk_bytes_per_second=None if self.disk is None else self.disk.bytes_per_second,
+            disk_bytes_per_second=self.updater.streamed.disk.bytes_per_second,
             # Between steps, when nothing of a step is there.
             occupied_bytes=max(
                 device.occupied_bytes() + device.unplanned_bytes() - there

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import islice, starmap
 from operator import is_
@@ -129,6 +130,20 @@ def put_value(content: Any, name: Any, value: Any) -> None:
         content.pop(name, None)
     else:
         content[name] = value
+
+
+@contextmanager
+def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within the context, an object has another attribute of its own."""
+    before = vars(owner).get(name, MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 def changed_names(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
