@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,18 @@ class _Unsafe(Exception):
 
 class _PassesOn(_Unsafe):
     """It is shown that microbatches would find something else one after the other."""
+
+
+class _Turns(NamedTuple):
+    """What sees to microbatches that take turns.
+
+    Attributes:
+        undo: takes back what they change.
+        reads: watches what they find.
+    """
+
+    undo: Undo
+    reads: StaleReads
 
 
 class Interleaving:
@@ -124,12 +136,14 @@ class Interleaving:
             return
         places = self._attributes.begin().places
         buffers = list(self._buffers_between_layers(places))
-        undo = Undo(self._model, places, self._known, [held.content for held, _ in buffers])
-        reads = StaleReads(places, buffers, self._known)
+        turns = _Turns(
+            Undo(self._model, places, self._known, [held.content for held, _ in buffers]),
+            StaleReads(places, buffers, self._known),
+        )
         passes_on: str | None = None
         error: BaseException | None = None
         try:
-            self._run_microbatches(forward, sizes, undo, reads)
+            self._run_microbatches(forward, sizes, turns)
             return
         except _PassesOn as unsafe:
             late = passes_on = str(unsafe)
@@ -148,7 +162,7 @@ class Interleaving:
         engine.step.gradient_flags.restore()
         engine.abandon()
         self._attributes.undo()
-        if not undo.restore() or not batch.restore() or self._is_collective():
+        if not turns.undo.restore() or not batch.restore() or self._is_collective():
             raise error or UnsupportedModelError(
                 f"microbatches took turns in a step, while {late}, and what they have changed cannot be taken back: use "
                 "HarmonyStrategy(num_microbatches=1), or pass it to layers as an argument"
@@ -189,11 +203,7 @@ class Interleaving:
         self.places.let_go()
 
     def _run_microbatches(
-        self,
-        forward: Callable[[bool], None],
-        sizes: Sequence[int],
-        undo: Undo | None = None,
-        reads: StaleReads | None = None,
+        self, forward: Callable[[bool], None], sizes: Sequence[int], turns: _Turns | None = None
     ) -> None:
         """Run microbatches in turns, where there is what sees to these; else, and if they are larger than ever, in sequence.
 
@@ -203,20 +213,21 @@ class Interleaving:
         engine = self._engine
         logs = MicrobatchLogs(compat.logged_results(self._trainer), sizes)
         # Once there is a hazard, nothing that is seen would let them take turns again.
-        watch = self._new_watch() if self.hazard is None else None
+        is_watched = self.hazard is None
+        watch = Watch(self._model, self.places, self._buffers_between_layers) if is_watched else None
 
         def switch(microbatch: int) -> None:
             logs.microbatch = microbatch
-            if undo is not None and reads is not None and not engine.step.is_sequential:
-                undo.note_turn(microbatch)
-                reads.leave()
+            if turns is not None and not engine.step.is_sequential:
+                turns.undo.note_turn(microbatch)
+                turns.reads.leave()
                 self._attributes.switch(microbatch)
-                reads.enter(microbatch)
+                turns.reads.enter(microbatch)
             elif not engine.step.runs_whole:
                 self._ends.switch(microbatch)
 
         def note_compiled(given: Sequence[Tensor]) -> None:
-            who = watch if engine.step.is_sequential else reads
+            who = watch if turns is None or engine.step.is_sequential else turns.reads
             if who is not None:
                 who.note_compiled(given)
 
@@ -230,12 +241,13 @@ class Interleaving:
         engine.notify(Listeners(switch, set_by_layer, watch, note_compiled, on_call, self._elsewhere.changes))
         with ExitStack() as stack:
             stack.enter_context(logs)
-            for each in (watch, reads):
-                if each is not None:
-                    stack.callback(each.close)
-            forward(undo is not None)
-            if undo is not None and reads is not None and not engine.step.is_sequential:
-                self._check_turns(undo, reads)
+            if watch is not None:
+                stack.callback(watch.close)
+            if turns is not None:
+                stack.callback(turns.reads.close)
+            forward(turns is not None)
+            if turns is not None and not engine.step.is_sequential:
+                self._check_turns(turns)
             # Not what is logged, which follows.
             is_collective = self._is_collective()
         if not engine.step.is_sequential:
@@ -245,19 +257,19 @@ class Interleaving:
         if watch is not None:
             self._conclude(watch, len(sizes), is_collective)
 
-    def _check_turns(self, undo: Undo, reads: StaleReads) -> None:
+    def _check_turns(self, turns: _Turns) -> None:
         """See whether microbatches that have taken turns may have found what others keep.
 
         Raises:
             _Unsafe: if they may.
         """
         engine = self._engine
-        if (stale := reads.stale()) is not None:
+        if (stale := turns.reads.stale()) is not None:
             raise _PassesOn(f"{stale} passes something on from one microbatch to the next")
-        changed = reads.early() or next(iter(self._attributes.late()), None)
+        changed = turns.reads.early() or next(iter(self._attributes.late()), None)
         if changed is not None:
             raise _Unsafe(f"{changed} is changed")
-        if (in_place := undo.late()) is not None:
+        if (in_place := turns.undo.late()) is not None:
             raise _Unsafe(in_place)
         if (buffer := engine.buffer_of_several_visits()) is not None:
             raise _Unsafe(f"{buffer} is changed")
@@ -272,9 +284,6 @@ class Interleaving:
     def _is_collective(self) -> bool:
         """Whether the step has exchanged anything with other processes."""
         return num_collectives() != self._num_collectives
-
-    def _new_watch(self) -> Watch:
-        return Watch(self._model, self.places, self._buffers_between_layers)
 
     def _beside_the_model(self, names: Collection[str]) -> Iterator[Other]:
         """What else a step may change: callbacks keep what is theirs, unless the user's code names them."""

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.deciding import decide, with_device_updates
-from lightning_harmony.plan.simulate.lowering import lower, told
+from lightning_harmony.plan.simulate.lowering import lower, moves_of
 from lightning_harmony.plan.simulate.replay import predict, replay
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
@@ -119,7 +119,7 @@ def test_what_lasts_leaves_what_passes_its_memory() -> None:
         for capacity in (62, 53)
     )
     # No less than a pack's weights and gradients, and the weights of the next.
-    assert [told(plan)[0].lasting_bytes for plan in (together, apart, scarce)] == [None, 26, 24]
+    assert [moves_of(plan)[0].lasting_bytes for plan in (together, apart, scarce)] == [None, 26, 24]
     assert predict(scarce).seconds >= predict(apart).seconds > predict(together).seconds
 
 
@@ -131,7 +131,7 @@ def test_what_leaves_in_great_amounts_does_not_keep_packs_from_coming_ahead() ->
     plan = replace(plan_of(6, machine=machine), num_microbatches=8, first_fused=6, device_updated=frozenset(range(6)))
     plan = replace(plan, profile=Profile(tuple(layers), machine))
     # The weights and gradients of a pack, what the update of another uses up, and the weights of the next.
-    assert told(plan)[0].lasting_bytes == 8 + 8 + 16 + 8
+    assert moves_of(plan)[0].lasting_bytes == 8 + 8 + 16 + 8
     # They used to come when the backward of the pack before had ended.
     spans = [span for span in predict(plan).devices[0].spans if span.task.kind is Phase.BACKWARD and span.task.pack < 3]
     assert all(before.end_seconds == after.start_seconds for before, after in pairwise(spans))
@@ -148,7 +148,7 @@ def test_packs_come_ahead_beside_as_many_updates_as_last_into_a_pack(update_seco
     def backwards_that_bring_others(room: int) -> int:
         capacity = PACK.backward_work_bytes + room
         given = replace(plan, profile=Profile(layers, replace(machine, capacity_bytes=capacity)))
-        moves = told(given)[0].moves
+        moves = moves_of(given)[0].moves
         return sum(
             task.kind is Errand.SWAP_IN and task.pack < 5 - place
             for (phase, place), tasks in moves.items()
@@ -166,7 +166,7 @@ def test_weights_that_could_stay_leave_what_passes_its_memory() -> None:
     machine = replace(MACHINE, capacity_bytes=80, updates_in_place=False)
     together = replace(plan_of(8, machine=machine), profile=Profile(layers, machine))
     apart = replace(together, profile=Profile(layers, replace(machine, pools_apart=True)))
-    limit = told(apart)[0].lasting_bytes
+    limit = moves_of(apart)[0].lasting_bytes
     assert limit is not None
 
     def most_weights(plan: Plan) -> int:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_harmony.errors import PlanError
-from lightning_harmony.plan.simulate.lowering import lower, told
+from lightning_harmony.plan.simulate.lowering import lower, moves_of
 from lightning_harmony.plan.simulate.order import stays
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import LOOKAHEAD, Plan
@@ -164,8 +164,8 @@ def test_what_the_executor_is_told_is_what_the_schedule_tells(
     planned: tuple[Plan, tuple[Cost, ...]], capacity: int | None
 ) -> None:
     plan, packs = planned
-    all_moves = [each.moves for each in told(with_profile(plan, packs, capacity))]
-    assert [each.moves for each in told(plan)] == [{}] * plan.num_devices
+    all_moves = [each.moves for each in moves_of(with_profile(plan, packs, capacity))]
+    assert [each.moves for each in moves_of(plan)] == [{}] * plan.num_devices
     if not plan.just_in_time:
         assert all_moves == [{}] * plan.num_devices
         return
@@ -179,7 +179,7 @@ def test_what_the_executor_is_told_is_what_the_schedule_tells(
 
 def test_moves_are_made_where_lanes_come_to_a_pack() -> None:
     plan = with_profile(plan_of(3, 2, num_microbatches=2, lookahead=1), (Cost("pack", 10, 10),) * 3, 30)
-    (of_device,) = told(plan)
+    (of_device,) = moves_of(plan)
     assert {(phase.value, place): " ".join(map(str, each)) for (phase, place), each in of_device.moves.items()} == {
         ("F", 0): "0SWAP_IN 1SWAP_IN",
         ("F", 1): "2SWAP_IN",

@@ -14,7 +14,7 @@ from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
-from lightning_harmony.plan.simulate.lowering import told
+from lightning_harmony.plan.simulate.lowering import moves_of
 from lightning_harmony.plan.simulate.order import owner
 from lightning_harmony.plan.values.plan import Plan
 
@@ -87,7 +87,7 @@ class Placement:
 
     def use(self, plan: Plan, layers: Sequence[SwappedLayer]) -> None:
         """Place these layers by a plan from now on."""
-        self.plan, of_devices = plan, told(plan)
+        self.plan, of_devices = plan, moves_of(plan)
         self._limits = [each.lasting_bytes for each in of_devices]
         by_name = {layer.name: layer for layer in layers}
         packs = [[by_name[name] for name in pack] for pack in plan.packs]

@@ -1,7 +1,7 @@
 """Lowering: from a plan to the tasks of each device, with the copies that bring what they need.
 
 Packs come in the order of the visits, and what is needed last makes way; then those that can come earlier do. The executor
-does as told here: what it finds on a device in the middle of a step depends on how fast copies are; what it swaps must not.
+does as lowered here: what it finds on a device in the middle of a step depends on how fast copies are; what it swaps must not.
 """
 
 from collections import defaultdict, deque
@@ -26,8 +26,8 @@ _UPDATE_MARGIN = 1.5
 Moves = Mapping[tuple[Phase, int], Sequence[Task]]
 
 
-class Told(NamedTuple):
-    """What a plan tells of one device, before a step begins.
+class DeviceMoves(NamedTuple):
+    """What weights do on one device, as a plan says before a step begins.
 
     Attributes:
         moves: the swap-ins and evictions of weights. There are none where the plan doesn't know what its layers cost, and none
@@ -40,13 +40,13 @@ class Told(NamedTuple):
     lasting_bytes: int | None
 
 
-def told(plan: Plan) -> list[Told]:
-    """What a plan tells of each device."""
+def moves_of(plan: Plan) -> list[DeviceMoves]:
+    """What weights do on each device, as a plan says."""
     if plan.profile is None or not plan.just_in_time:
-        return [Told({}, None)] * plan.num_devices
+        return [DeviceMoves({}, None)] * plan.num_devices
     machine, packs = plan.profile.machine, plan.profile.pack_costs(plan.packs)
     return [
-        Told(each.moves, each.lasting_bytes if machine.pools_apart else None)
+        DeviceMoves(each.moves, each.lasting_bytes if machine.pools_apart else None)
         for each in _lowerings(plan, packs, machine)
     ]
 
