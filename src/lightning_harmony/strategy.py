@@ -114,7 +114,7 @@ class StrategyMixin(WholeStates):
         precision_plugin: Any = None,
     ) -> None:
         refuse_windows()
-        self._settings = Settings.of(
+        self._settings = Settings(
             device_memory=device_memory,
             num_microbatches=num_microbatches,
             microbatch_size=microbatch_size,

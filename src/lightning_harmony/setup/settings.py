@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -27,7 +26,6 @@ from lightning_harmony.plan.values.plan import Parallel, Plan
 NUM_EVALUATION_MICROBATCHES = 4
 
 
-@dataclass(frozen=True)
 class Settings:
     """The arguments of `HarmonyStrategy`, which describes them, none of them wrong by itself or beside another.
 
@@ -37,39 +35,24 @@ class Settings:
         reduction: how losses are merged.
         check_loss: whether to check that the loss of a batch is that of its samples, so merged.
         split_batch: the user's function that takes a batch apart, given the samples of each microbatch.
+
+    Raises:
+        ValueError: if an argument is wrong, or two contradict each other.
+        PlanError: if the plan cannot be read, or is for another number of microbatches.
     """
 
-    capacities: tuple[int | None, ...]
-    num_microbatches: int | None
-    microbatch_size: int | None
-    layers: Collection[type] | Callable[[str, nn.Module], bool] | None
-    update: str
-    update_on: str
-    reduction: str
-    check_loss: bool
-    split_batch: Callable[[Any, Sequence[int]], Sequence[Any]] | None
-    parallel: Parallel
-    compile_options: Mapping[str, Any] | None
-    plan: Plan | None
-    profile_cache: bool | Path
-    offload_dir: Path | None
-    cuda_graphs: bool
-    timeout: timedelta
-    state_dict_type: str
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         *,
         device_memory: Any,
         num_microbatches: int | Literal["auto"] | None,
         microbatch_size: int | None,
-        layers: Any,
+        layers: Collection[type] | Callable[[str, nn.Module], bool] | None,
         update: str,
         update_on: str,
         loss_reduction: str | None,
         check_loss: bool,
-        split_batch: Any,
+        split_batch: Callable[[Any, Sequence[int]], Sequence[Any]] | None,
         parallel: Parallel,
         compile_layers: Any,
         plan: Plan | str | Path | None,
@@ -78,13 +61,7 @@ class Settings:
         cuda_graphs: bool,
         timeout: timedelta,
         state_dict_type: str,
-    ) -> Settings:
-        """Check the arguments as they are given.
-
-        Raises:
-            ValueError: if one is wrong, or two contradict each other.
-            PlanError: if the plan cannot be read, or is for another number of microbatches.
-        """
+    ) -> None:
         if num_microbatches is not None and microbatch_size is not None:
             raise ValueError(
                 f"HarmonyStrategy(num_microbatches={num_microbatches}, microbatch_size={microbatch_size}): "
@@ -111,34 +88,24 @@ class Settings:
                 "each microbatch, and returns the microbatches"
             )
         each = device_memory if isinstance(device_memory, list | tuple) else [device_memory]
-        capacities = tuple(None if one is None else parse_bytes(one) for one in each)
-        compile_options = _compile_options(compile_layers)
-        given = None if plan is None else read_plan(plan)
-        planned = None if given is None else given.num_microbatches
+        self.capacities = tuple(None if one is None else parse_bytes(one) for one in each)
+        self.compile_options = _compile_options(compile_layers)
+        self.plan = None if plan is None else read_plan(plan)
+        planned = None if self.plan is None else self.plan.num_microbatches
         if None not in (planned, num_microbatches) and planned != num_microbatches:
             raise PlanError(
                 f"HarmonyStrategy(plan=...) is for {planned} microbatches, but num_microbatches={num_microbatches}: "
                 "leave one of the two out"
             )
-        return cls(
-            capacities=capacities,
-            num_microbatches=num_microbatches,
-            microbatch_size=microbatch_size,
-            layers=layers,
-            update=update,
-            update_on=update_on,
-            reduction=loss_reduction or "mean",
-            check_loss=check_loss,
-            split_batch=split_batch,
-            parallel=parallel,
-            compile_options=compile_options,
-            plan=given,
-            profile_cache=_folder_or_switch(profile_cache),
-            offload_dir=_offload_folder(offload_dir, update_on),
-            cuda_graphs=cuda_graphs,
-            timeout=timeout,
-            state_dict_type=state_dict_type,
-        )
+        self.num_microbatches: int | None = num_microbatches
+        self.microbatch_size = microbatch_size
+        self.layers, self.split_batch = layers, split_batch
+        self.update, self.update_on, self.parallel = update, update_on, parallel
+        self.reduction, self.check_loss = loss_reduction or "mean", check_loss
+        self.cuda_graphs = cuda_graphs
+        self.profile_cache = _folder_or_switch(profile_cache)
+        self.offload_dir = _offload_folder(offload_dir, update_on)
+        self.timeout, self.state_dict_type = timeout, state_dict_type
 
     def capacities_of(self, num_devices: int) -> tuple[int | None, ...]:
         """The capacity of each device.
