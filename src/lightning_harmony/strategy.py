@@ -27,7 +27,6 @@ from lightning_harmony.fit.moves import move_companions, move_to_host, move_unre
 from lightning_harmony.fit.nodes import average_behind, take_from_first_node
 from lightning_harmony.fit.state_aside import move_optimizer_state
 from lightning_harmony.fit.swapped import Swapped
-from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.plan.values.plan import Parallel, Plan
 from lightning_harmony.plan.values.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host
@@ -224,8 +223,7 @@ class StrategyMixin(WholeStates):
                 has_optimizers = True
             lasting = LastingBytes.of(self._module, self.optimizers if trains else None)
             if fits(lasting, devices):
-                split_check = SplitCheck.of(self._lightning, trainer, self._settings)
-                self._in_memory = InMemory(self._lightning, trainer, self._settings, devices, lasting, split_check)
+                self._in_memory = InMemory(self._lightning, trainer, self._settings, devices, lasting)
                 self._in_memory.start()
                 if trains and self._division is not None:
                     self._division.agree(Need.WHOLE)
@@ -255,14 +253,12 @@ class StrategyMixin(WholeStates):
         refuse_scripted(self._module)
         move_to_host(self._module, self.root_device)
         self.model_to_device()
-        split_check = SplitCheck.of(self._lightning, trainer, self._settings)
         self._swapped = Swapped(
             self._lightning,
             trainer,
             self._settings,
             self._torch_devices,
             devices,
-            split_check,
             self._reports,
             self._division,
         )

@@ -61,7 +61,6 @@ class InMemory:
     settings: Settings
     devices: Sequence[Device]
     lasting: LastingBytes
-    split_check: SplitCheck
     _num_microbatches: int = 1
     # The layers that are compiled for as long as this lasts.
     _compiled: list[nn.Module] = field(default_factory=list)
@@ -69,6 +68,7 @@ class InMemory:
     def __post_init__(self) -> None:
         self.device = self.devices[0]
         self._watch = MemoryWatch(self.tree, self.trainer, self.device, self.lasting)
+        self.split_check = SplitCheck(self.tree, self.trainer, self.settings)
         self.split_check.look_at_model()
         self._spread = Spread(self.tree, self.trainer, self.devices) if len(self.devices) > 1 else None
         # Where nothing says it, one for each device, or the fewest that fit.

@@ -60,7 +60,6 @@ class Swapped:
         settings: the strategy's.
         torch_devices: where layers run.
         devices: the same, opened. They are closed with the engine.
-        split_check: of the batches.
         reports: where steps are reported.
         division: of updates between nodes; None where there is one node.
 
@@ -79,12 +78,11 @@ class Swapped:
         settings: Settings,
         torch_devices: Sequence[torch.device],
         devices: Sequence[Device],
-        split_check: SplitCheck,
         reports: StepReports,
         division: Division | None = None,
     ) -> None:
         self._tree, self._trainer, self._settings = tree, trainer, settings
-        self._split_check, self._reports = split_check, reports
+        self._split_check, self._reports = SplitCheck(tree, trainer, settings), reports
         self._torch_devices, self._division = torch_devices, division
         self.signals = HeldSignals()
         self._lasting = LastingObjects()

@@ -193,7 +193,7 @@ class Training:
         else:
             parameters = () if self.tree.calls_backward(self.trainer) else self._module.parameters()
             anchor = anchored(torch.zeros((), requires_grad=True), parameters)
-            unchanged = UnchangedParameters.of(self.tree, self.trainer, self.engine.parameters_in_graph())
+            unchanged = UnchangedParameters(self.tree, self.trainer, self.engine.parameters_in_graph())
             loss = DeferredBackward.apply(anchor, loss, partial(self._backward, len(sizes), unchanged))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,35 +17,23 @@ from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.hooks import between_passes
 
-# How often a parameter was changed in place, and what tells its bits.
-_Numbers = tuple[int, Tensor]
 
-
-@dataclass(frozen=True)
 class UnchangedParameters:
-    """What parameters were like when a forward had ended.
+    """What parameters were like when a forward had ended. They are read, but only where a hook could change them.
 
-    Attributes:
-        hooks: those that run before the backward, and could change them.
+    Args:
+        tree: tells which hooks are overridden.
+        trainer: whose they are.
+        in_graph: the parameters that the backward reads. Frozen ones of others, as those of a teacher, may change.
     """
 
-    hooks: list[str]
-    _parameters: dict[str, tuple[nn.Parameter, bool, _Numbers | None]]
-
-    @classmethod
-    def of(cls, tree: LightningTree, trainer: Any, in_graph: set[nn.Parameter]) -> UnchangedParameters:
-        """The forward of a batch has ended. Parameters are read, but only where a hook could change them.
-
-        Args:
-            tree: tells which hooks are overridden.
-            trainer: whose they are.
-            in_graph: the parameters that the backward reads. Frozen ones of others, as those of a teacher, may change.
-        """
-        hooks = between_passes(tree, trainer)
-        named = list(trainer.lightning_module.named_parameters()) if hooks else []
+    def __init__(self, tree: LightningTree, trainer: Any, in_graph: set[nn.Parameter]) -> None:
+        # Those that run before the backward, and could change them.
+        self._hooks = between_passes(tree, trainer)
+        named = list(trainer.lightning_module.named_parameters()) if self._hooks else []
         is_read = {name: each in in_graph for name, each in named}
         numbers = {name: (version_of(each), checksum(each)) if is_read[name] else None for name, each in named}
-        return cls(hooks, {name: (each, each.requires_grad, numbers[name]) for name, each in named})
+        self._parameters = {name: (each, each.requires_grad, numbers[name]) for name, each in named}
 
     def check(self) -> None:
         """The backward begins.
@@ -67,7 +54,7 @@ class UnchangedParameters:
     def _refuse(self, what: str, name: str) -> None:
         raise UnsupportedModelError(
             f"{what} of parameter {name!r} changed between the forward of a batch and its backward, in which its layer runs "
-            f"again ({'; '.join(self.hooks)}): change it in on_train_batch_start or on_train_batch_end"
+            f"again ({'; '.join(self._hooks)}): change it in on_train_batch_start or on_train_batch_end"
         )
 
 

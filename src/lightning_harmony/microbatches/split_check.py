@@ -49,21 +49,20 @@ class SplitCheck:
     Attributes:
         num_samples: of the last batch; None where they cannot be told.
         least_samples: that each microbatch needs.
+        splitting: splits them.
     """
 
-    splitting: Splitting
-    settings: Settings
+    tree: LightningTree
     trainer: Any
+    settings: Settings
     num_samples: int | None = None
     least_samples: int = 1
     _has_seen: bool = False
     _is_over: bool = False
     _step: _Step | None = None
 
-    @classmethod
-    def of(cls, tree: LightningTree, trainer: Any, settings: Settings) -> SplitCheck:
-        """That of the batches of a trainer."""
-        return cls(Splitting(tree, trainer, settings), settings, trainer)
+    def __post_init__(self) -> None:
+        self.splitting = Splitting(self.tree, self.trainer, self.settings)
 
     def look_at_model(self) -> None:
         """The model is set up."""
@@ -170,7 +169,7 @@ class SplitCheck:
         norms = batch_norms(self.trainer.lightning_module)
         names = [name for name, child in norms.items() if child.training]
         if names and len(sizes) > 1:
-            self.splitting.tree.warn(
+            self.tree.warn(
                 f"{names[0]!r}{f' and {len(names) - 1} more' if len(names) > 1 else ''} normalize with the statistics of "
                 f"microbatches of {sizes[0]} samples, not with those of the batch of {sum(sizes)}, as they do under "
                 "accumulate_grad_batches; HarmonyStrategy(num_microbatches=1) keeps the batch whole"
@@ -198,7 +197,7 @@ class SplitCheck:
         halves = (size - size // 2, size // 2)
         parts = splitting.split(microbatch, step.samples._replace(number=size), halves)
         before = Snapshot(trainer, devices)
-        silent = splitting.tree.part("loggers.logger").DummyLogger()
+        silent = self.tree.part("loggers.logger").DummyLogger()
         loggers, trainer.loggers = trainer.loggers, [silent] * len(trainer.loggers)
         try:
             # Not `eval()`: modules that override it do more, such as to merge adapters into weights.
@@ -217,11 +216,11 @@ class SplitCheck:
             left = before.restore()
             before.let_go()
             if left:
-                splitting.tree.warn(f"the check of the loss has run the step{left}: HarmonyStrategy(check_loss=False)")
+                self.tree.warn(f"the check of the loss has run the step{left}: HarmonyStrategy(check_loss=False)")
         is_narrow = "16" in str(precision.precision)
         found = explain_difference(whole, losses, halves, reduction=self.settings.reduction, is_narrow=is_narrow)
         if found is not None and not has_drawn and math.isfinite(whole + sum(losses)):
-            splitting.tree.warn(found)
+            self.tree.warn(found)
 
 
 def _few(sizes: Sequence[int]) -> str:
