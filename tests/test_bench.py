@@ -70,7 +70,10 @@ def test_a_model_of_the_users_is_trained_in_the_place_of_the_transformer(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["transformers.BertConfig", "--hidden=32"], "--hidden is of the transformer that is trained where no model is named"),
+        (
+            ["transformers.BertConfig", "--hidden=32"],
+            "--hidden is of the transformer that is trained where no model is named",
+        ),
         (["--sequence-length=8"], "--batch and --sequence-length are of a model: name one, or give --length"),
         (["collections.Counter"], "a model was expected, not Counter"),
     ],

@@ -70,4 +70,6 @@ def test_microbatches_have_one_size() -> None:
 
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="Linear has no training_step"):
-        workload_of(lambda: nn.Linear(2, 2), [torch.empty(2, 2)], batch_size=None, sequence_length=None, num_microbatches=1)
+        workload_of(
+            lambda: nn.Linear(2, 2), [torch.empty(2, 2)], batch_size=None, sequence_length=None, num_microbatches=1
+        )
