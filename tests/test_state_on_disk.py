@@ -71,6 +71,34 @@ def test_no_bit_depends_on_how_much_lives_on_disk(
     assert list(tmp_path.iterdir()) == []
 
 
+class Grows(pl.Callback):
+    """Gives the model another parameter in a fit, so that harmony sets itself up anew, and a step later the host less room.
+
+    Args:
+        host: which; None for plain Lightning.
+    """
+
+    def __init__(self, host: Host | None = None) -> None:
+        self.host, self.room = host, 0 if host is None else host.room
+        if host is not None:
+            host.room = 10 * OF_WEIGHTS
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        if trainer.global_step == 2 and not hasattr(module, "more"):
+            module.register_parameter("more", torch.nn.Parameter(torch.ones(3)))
+        if trainer.global_step == 3 and self.host is not None:
+            self.host.room = self.room
+
+
+def test_state_makes_way_behind_a_new_set_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All of it stayed on the host from then on."""
+    host = Host(0.5, monkeypatch, tmp_path)
+    result = train(build(), host, Grows(host))
+    compare(plain("AdamW", Grows()), result)
+    of_state = sum(value.nbytes for value in result.optimizer if value.nbytes >= BLOCK)
+    assert host.used_bytes == pytest.approx(0.5 * of_state, rel=0.1)
+
+
 def test_no_more_lives_on_disk_than_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     host = Host(0.5, monkeypatch, tmp_path)
     monkeypatch.setattr(f"{BUDGET}.num_on_disk", num_on_disk)

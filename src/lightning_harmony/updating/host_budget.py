@@ -139,8 +139,9 @@ class HostBudget:
     def __init__(self, engine: Executor, trainer: Any, policy: UpdatePolicy) -> None:
         self._engine, self._trainer, self._policy = engine, trainer, policy
         self._limited_for: tuple[Plan, bool] | None = None
-        # The parameters of each, in the order of the forward.
-        self._layers: list[list[nn.Parameter]] = []
+        # The parameters of each, in the order of the forward. Packs of several will need more, as far as there is more.
+        module, packs = trainer.lightning_module, engine.plan.packs
+        self._layers = [list(module.get_submodule(name).parameters()) for pack in packs for name in pack]
 
     @property
     def _is_deferred(self) -> bool:
@@ -156,10 +157,7 @@ class HostBudget:
         Raises:
             CapacityError: saying how many bytes the host, or the disk, is short.
         """
-        is_deferred, module = runs_alone or self._is_deferred, self._trainer.lightning_module
-        # Packs of several will need more, as far as there is more.
-        names = [name for pack in self._engine.plan.packs for name in pack]
-        self._layers = [list(module.get_submodule(name).parameters()) for name in names]
+        is_deferred = runs_alone or self._is_deferred
         updated = (p for one in self._trainer.optimizers for p in parameters_of(one))
         sizes = {p: p.numel() * p.element_size() for p in updated if p.requires_grad}
         # Each parameter in one layer; those of none, by themselves.
