@@ -469,6 +469,15 @@ def test_a_gpu_updates_packs_where_their_gradients_are_and_narrow_ones_in_half_t
     assert narrow.busy_seconds["update"] == pytest.approx(apart.busy_seconds["update"] / 2, rel=0.02)
 
 
+def test_a_gpu_with_room_keeps_optimizer_state_where_that_saves_time() -> None:
+    """Estimates had all of it come and go, as on a device without room."""
+    gpu = replace(MACHINE, computes_apart=True, updated_parameters_per_second=1e6)
+    given = partial(estimate, GPT, batch_of(8), machine=gpu, num_microbatches=4)
+    plan, tight = given().outlook.plan, given(device_memory=1_400_000).outlook.plan
+    assert len(plan.state_on_device) > len(tight.state_on_device)
+    assert not given(update="deferred").outlook.plan.state_on_device
+
+
 def test_an_outlook_is_what_a_replay_of_its_plan_tells() -> None:
     outlook = estimate(GPT, batch_of(8), device_memory=1_400_000, num_microbatches=4, machine=MACHINE).outlook
     prediction = predict(outlook.plan)

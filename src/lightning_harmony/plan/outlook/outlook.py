@@ -215,6 +215,7 @@ class _Step:
             forward_seconds=forward,
             backward_seconds=backward,
             recompute_seconds=recompute,
+            optimizer_bytes=self._state_copies * layer.cost.gradient_bytes,
         )
 
     def _compute_seconds(self, layer: LayerProfile, part: str) -> tuple[float, float]:
@@ -232,6 +233,7 @@ class _Step:
             # The bus bounds it: half as many bytes a parameter take half as long.
             update_bytes_per_second=4 * machine.updated_parameters_per_second / self._nodes.own_share,
             updates_in_place=machine.computes_apart and not self._is_deferred,
+            state_may_stay=machine.computes_apart and not self._is_deferred,
             pools_apart=machine.computes_apart,
             occupied_bytes=self._other_bytes,
         )
