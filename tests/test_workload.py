@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.workload import Sizes, Workload, workload_of
@@ -23,13 +24,11 @@ def of_bert(batch: object = None, **more: int) -> Workload:
     return workload_of(BERT, batch, **{"batch_size": 4, "sequence_length": 6, "num_microbatches": 2, **more})
 
 
-def test_batches_are_the_same_however_they_are_split() -> None:
-    workload = of_bert()
-    whole, other = workload.batches(2, splits=1)
-    parts = [*workload.batches(2, splits=2)]
-    assert torch.equal(torch.cat([part["input_ids"] for part in parts[:2]]), whole["input_ids"])
-    assert torch.equal(torch.cat([part["labels"] for part in parts[2:]]), other["labels"])
-    assert not torch.equal(whole["input_ids"], other["input_ids"])
+def test_samples_are_the_same_in_each_training() -> None:
+    first, other = of_bert().samples(2), of_bert().samples(2)
+    assert [sample["input_ids"].shape for sample in first] == [(6,), (6,)]
+    assert all(torch.equal(one["labels"], two["labels"]) for one, two in zip(first, other, strict=True))
+    assert not torch.equal(first[0]["input_ids"], first[1]["input_ids"])
 
 
 def test_tokens_are_of_the_vocabulary_and_labels_are_of_two_classes() -> None:
@@ -41,7 +40,7 @@ def test_tokens_are_of_the_vocabulary_and_labels_are_of_two_classes() -> None:
         sequence_length=None,
         num_microbatches=2,
     )
-    (made,) = workload.batches(1, splits=1)
+    made = default_collate(workload.samples(8))
     assert 2 < made["input_ids"].max() < 50
     assert set(made["labels"].tolist()) <= {0, 1}
     loss = workload.build().training_step(made, 0)
@@ -54,11 +53,19 @@ def test_a_module_of_the_users_is_trained_on_numbers_of_the_shapes_of_its_batch(
         Model, [torch.empty(6, 8), torch.empty(6, 8)], batch_size=None, sequence_length=None, num_microbatches=3
     )
     assert workload.text == "Model"
-    first, *others = workload.batches(1, splits=3)
-    assert [tuple(tensor.shape) for tensor in first] == [(2, 8), (2, 8)]
-    assert len(others) == 2
-    assert first[0].std() > 0
+    sample = workload.samples(1)[0]
+    assert [tuple(tensor.shape) for tensor in sample] == [(8,), (8,)]
+    assert sample[0].std() > 0
     assert isinstance(workload.build(), nn.Module)
+
+
+def test_a_batch_that_is_not_made_of_samples_is_refused() -> None:
+    batch = [torch.empty(6, 8), torch.empty(3, 8)]
+    workload = workload_of(Model, batch, batch_size=None, sequence_length=None, num_microbatches=3)
+    with pytest.raises(
+        ValueError, match=r"of shape \[3, 8\]: give each the 6 samples of a step in its first dimension"
+    ):
+        workload.samples(1)
 
 
 def test_microbatches_have_one_size() -> None:

@@ -167,7 +167,8 @@ class Bench:
         torch.manual_seed(0)
         # Trainers and models refer to each other: an earlier one would still hold its memory.
         gc.collect()
-        made = [*self.workload.batches(_NUM_BATCHES, splits=accumulate)]
+        batch_size = self.workload.batch_size
+        made = self.workload.samples(_NUM_BATCHES * batch_size)
         if self.accelerator == "gpu":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -184,7 +185,7 @@ class Bench:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(self.workload.build(), DataLoader(made, batch_size=None))  # type: ignore[arg-type]
+        trainer.fit(self.workload.build(), DataLoader(made, batch_size // accumulate))  # type: ignore[arg-type]
         peak = torch.cuda.max_memory_allocated() if self.accelerator == "gpu" else None
         return clock.seconds(warm_up), peak, trainer.strategy
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -50,23 +49,26 @@ class Workload:
                 "takes the microbatches as batches of its own, which have one size"
             )
 
-    def batches(self, number: int, *, splits: int) -> Iterator[Any]:
-        """Random batches, the same in each training, each in so many parts."""
-        generator, size = torch.Generator().manual_seed(0), self.batch_size // splits
+    def samples(self, number: int) -> list[Any]:
+        """Random ones, the same in each training, which make batches of that shape together.
+
+        Raises:
+            ValueError: if not each tensor of a batch has a row for each sample.
+        """
+        generator = torch.Generator().manual_seed(0)
 
         def made(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 0 or len(tensor) != self.batch_size:
+                raise ValueError(
+                    f"a tensor of the batch is of shape {list(tensor.shape)}: give each the {self.batch_size} samples of a "
+                    "step in its first dimension"
+                )
             if tensor.is_floating_point():
-                return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+                return torch.randn(tensor.shape[1:], generator=generator, dtype=tensor.dtype)
             below = self.vocabulary if _is_text(tensor) else _LEAST_VOCABULARY
-            return torch.randint(0, below, tensor.shape, generator=generator).to(tensor.dtype)
+            return torch.randint(0, below, tensor.shape[1:], generator=generator).to(tensor.dtype)
 
-        def part(tensor: Tensor, first: int) -> Tensor:
-            return tensor[first : first + size] if tensor.dim() > 0 else tensor
-
-        for _ in range(number):
-            batch = tree_map_only(Tensor, made, self.batch)
-            for first in range(0, self.batch_size, size):
-                yield tree_map_only(Tensor, partial(part, first=first), batch)
+        return [tree_map_only(Tensor, made, self.batch) for _ in range(number)]
 
 
 def _is_text(tensor: Tensor) -> bool:
