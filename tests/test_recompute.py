@@ -424,44 +424,11 @@ class GivesInAnObject(GivesByAttribute):
         return x
 
 
-class Decodes(nn.Module):
-    """Takes the weight of a module that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(nets.WIDTH))
-
-    def forward(self, x: Tensor, embedding: nn.Linear) -> Tensor:
-        return F.linear(x, embedding.weight.t(), self.bias)
-
-
-class Applies(Decodes):
-    def forward(self, x: Tensor, embedding: nn.Linear) -> Tensor:
-        return embedding(x) + self.bias
-
-
-class GivesAModule(Blocks):
-    def __init__(self, decoder: Any) -> None:
-        super().__init__()
-        self.embed, self.decode = nn.Linear(nets.WIDTH, nets.WIDTH), decoder()
-
-    def run(self, x: Tensor) -> Tensor:
-        decoded: Tensor = self.decode(super().run(self.embed(x)), self.embed)
-        return decoded
-
-
 @pytest.mark.parametrize(
     ("net", "memory", "message"),
     [
         (lambda: Blocks(ChangesALargeTensor), "1MiB", "'history' of a layer was changed in place .*register_buffer"),
         (Vmapped, None, r"within a transformation of torch.func .*HarmonyStrategy\(layers=\.\.\.\)"),
-        # On two devices the gradient of that use was lost.
-        (
-            lambda: GivesAModule(Decodes),
-            None,
-            "layer 'net.decode' uses parameter 'net.embed.weight', which is not its own",
-        ),
-        (lambda: GivesAModule(Applies), None, "layer 'net.decode' calls layer 'net.embed', which is not a part of it"),
     ],
 )
 @pytest.mark.parametrize("devices", [1, 2])

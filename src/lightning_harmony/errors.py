@@ -5,6 +5,20 @@ class UnsupportedModelError(ValueError):
     """The model does something that cannot be trained exactly while its weights are swapped."""
 
 
+class BorrowsModuleError(UnsupportedModelError):
+    """The code of a layer uses a module that is no part of it.
+
+    Args:
+        message: says so.
+        borrower: the name of the layer.
+        lender: the module that it calls, or the name of the one whose parameter it reads.
+    """
+
+    def __init__(self, message: str, borrower: str, lender: object) -> None:
+        super().__init__(message)
+        self.borrower, self.lender = borrower, lender
+
+
 class CapacityError(RuntimeError):
     """The machine is too small: the message says by how many bytes, for which layer, and what to change."""
 

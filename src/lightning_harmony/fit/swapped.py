@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import nn
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.origin import origin_of
 from lightning_harmony.engine.measure.profile_cache import ProfileCache
+from lightning_harmony.engine.model.borrowed import BorrowedModules
 from lightning_harmony.engine.model.decompose import Layer, find_layers
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.nodes.division import Division, parameters_of
@@ -21,13 +23,16 @@ from lightning_harmony.engine.step.assembly import assemble
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.engine.updates.disk_home import DiskHome
-from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.errors import BorrowsModuleError, UnsupportedModelError
 from lightning_harmony.fit.evaluation import Evaluation
 from lightning_harmony.fit.garbage import LastingObjects
 from lightning_harmony.fit.signals import HeldSignals
 from lightning_harmony.fit.training import Training
 from lightning_harmony.fit.unchanged import BuffersBefore
+from lightning_harmony.fit.user_steps import num_elements
+from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.logs import unheard
+from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.plan.search.packing import smallest
 from lightning_harmony.plan.values.plan import Plan
@@ -88,6 +93,7 @@ class Swapped:
         self._lasting = LastingObjects()
         self._buffers_before: BuffersBefore | None = None
         self._disk = DiskHome(settings.offload_dir)
+        self._borrowed = BorrowedModules()
         # Closes the engine, once: where another set-up is refused, there is none when the Trainer ends.
         self._closing = ExitStack()
         try:
@@ -102,12 +108,13 @@ class Swapped:
         self.engine = engine
         self._closing.callback(engine.close)
         policy = UpdatePolicy(tree, trainer, engine, settings.update, division=self._division)
-        deferred = DeferredUpdate(policy, engine)
         if summary is None:
+            deferred = DeferredUpdate(policy, engine)
             summary = FitSummary(tree, trainer, engine, policy)
         else:
             # Who has asked for optimizers may have kept them.
             policy.was_asked, policy.was_asked_between = summary.policy.was_asked, summary.policy.was_asked_between
+            deferred = self.training.deferred.follow(policy, engine)
             summary = replace(summary, engine=engine, policy=policy)
         self.training = Training(tree, trainer, engine, settings, deferred, self._split_check, self._reports, summary)
         self._evaluation = Evaluation(tree, trainer, engine, settings, self._split_check.splitting)
@@ -116,18 +123,21 @@ class Swapped:
         """Before a step, see to what was changed since the last one: other parameters need another set-up."""
         self._leave_lookout()
         if self.engine.is_outdated():
-            before = self.engine
-            self.finish_update()
-            self._closing.close()
-            refuse_uninitialized(self._module)
-            refuse_scripted(self._module)
-            known = all(parameter in before.store for parameter in self._module.parameters())
-            devices = self._settings.open_devices(self._torch_devices)
             # A plan that was given is for the model as it was.
-            engine = self._build_engine(None, devices, before.store if known else None)
-            engine.recorder.take_over(before.recorder)
-            self._use(engine, self.training.summary)
+            self._set_up_anew(None)
         self.engine.catch_up()
+
+    def _set_up_anew(self, plan: Plan | None) -> None:
+        before = self.engine
+        self.finish_update()
+        self._closing.close()
+        refuse_uninitialized(self._module)
+        refuse_scripted(self._module)
+        known = all(parameter in before.store for parameter in self._module.parameters())
+        devices = self._settings.open_devices(self._torch_devices)
+        engine = self._build_engine(plan, devices, before.store if known else None)
+        engine.recorder.take_over(before.recorder)
+        self._use(engine, self.training.summary)
 
     def _leave_lookout(self) -> None:
         """What comes next is code of our own."""
@@ -166,9 +176,44 @@ class Swapped:
         is_first = self._module.automatic_optimization and not self.engine.has_succeeded
         self._buffers_before = BuffersBefore(self._module) if is_first else None
         with self.restoring_buffers():
-            output = self.training.run(step, args, kwargs)
+            output = self._run_lending(
+                lambda: self.training.run(step, args, kwargs), (args, kwargs), may_repeat=is_first
+            )
         key_by_parameters(self._trainer.optimizers)
         return output
+
+    def _run_lending(self, run: Callable[[], Any], given: Any, *, may_repeat: bool) -> Any:
+        """Run a step, and again from its beginning where layers use modules that are no parts of them: then they have these.
+
+        Args:
+            run: does it.
+            given: what it is called with.
+            may_repeat: whether it may run again.
+        """
+        while True:
+            before = Snapshot(self._trainer, self.engine.devices, given) if may_repeat else None
+            collectives = num_collectives()
+            try:
+                output = run()
+                if before is not None:
+                    before.let_go()
+                return output
+            except BorrowsModuleError as error:
+                # What a step has changed of parameters would be changed once more, and other nodes do not begin anew.
+                is_lasting = self.engine.step.changed_parameter is not None or num_collectives() != collectives
+                if before is None or is_lasting or not self._borrowed.note(self._module, error):
+                    raise
+                said = str(error).partition(": ")[0]
+            # Not within the except clause: the error's frames hold what the attempt has allocated.
+            gc.collect()
+            self.training.leave()
+            left = before.restore()
+            self._set_up_anew(self._settings.plan)
+            self.engine.catch_up()
+            self._tree.info(
+                f"Harmony: {said}: a step begins again, and from now on each layer of that class has these weights, too, "
+                f"while it runs. Results are the same{left}"
+            )
 
     @contextmanager
     def restoring_buffers(self) -> Iterator[None]:
@@ -184,7 +229,11 @@ class Swapped:
         """Run a validation, test or prediction step."""
         self.catch_up()
         with self.signals.held():
-            output = self._evaluation.run(name, step, args, kwargs)
+            output = self._run_lending(
+                lambda: self._evaluation.run(name, step, args, kwargs),
+                (args, kwargs),
+                may_repeat=self.engine.measures(num_elements(args), is_training=False),
+            )
         self.training.deferred.policy.look_again()
         key_by_parameters(self._trainer.optimizers)
         return output
@@ -206,7 +255,7 @@ class Swapped:
         if store is None:
             refuse_shared_memory(module)
         capacity = smallest(device.capacity_bytes for device in devices)
-        layers = find_layers(module, max_layer_bytes=capacity, layers=settings.layers)
+        layers = self._borrowed.lent(find_layers(module, max_layer_bytes=capacity, layers=settings.layers))
         if not layers:
             raise UnsupportedModelError(
                 f"{type(module).__name__} has no submodule with parameters that could be swapped as a layer: hold the "
@@ -215,7 +264,7 @@ class Swapped:
         refuse_sparse(module, layers)
         in_files: list[nn.Parameter] = []
         if store is None:
-            trains, of_layers = self._trainer.state.fn == "fit", [layer.module.parameters() for layer in layers]
+            trains, of_layers = self._trainer.state.fn == "fit", [layer.whole.parameters() for layer in layers]
             left, to_disk = weights_elsewhere(module, of_layers, self._disk, trains=trains)
             if left:
                 self._tree.info(f"Harmony: {describe_left(left)}")

@@ -310,6 +310,11 @@ class Training:
         self.engine.abandon()
         self._interleaving.finish()
 
+    def leave(self) -> None:
+        """A step has failed, and runs again."""
+        self.engine.abandon()
+        self._interleaving.finish()
+
     def _report(self, num_microbatches: int, update: str, reason: str) -> None:
         optimizers, num_samples = self.trainer.optimizers, self.split_check.num_samples
         self.reports.write(self.engine, optimizers, num_microbatches, num_samples, update, reason)

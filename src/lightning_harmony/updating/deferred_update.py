@@ -62,6 +62,11 @@ class DeferredUpdate:
         if another_follows or self._engine.updater.postponed.goes_on:
             self.policy.lookout.keep(self.policy.trainer.lightning_module.parameters())
 
+    def follow(self, policy: UpdatePolicy, engine: Executor) -> DeferredUpdate:
+        """Another engine runs the step that this is around, and those that follow; the same update."""
+        self.policy, self._engine = policy, engine
+        return self
+
     @contextmanager
     def by_hand(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
         """The context of a training_step that steps optimizers itself."""

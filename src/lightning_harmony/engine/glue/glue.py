@@ -279,7 +279,7 @@ def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
     if (caller := layer_of_caller()) is not None:
         # An object that the layer is called with may hold what its modules have.
         if (tensor := caller.bound_weight(parameter)) is None:
-            raise UnsupportedModelError(not_its_own(caller, layer))
+            raise not_its_own(caller, layer)
         return tensor.clone() if copy else tensor
     if parameter in layer.held:
         return runtime.read_buffer(*layer.held[parameter])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_harmony.engine.model.layer import SwappedLayer
-from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.errors import BorrowsModuleError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from lightning_harmony.engine.glue.glue import StandIn
@@ -115,11 +115,13 @@ def changed_in_step(stand_in: StandIn) -> str:
     )
 
 
-def not_its_own(caller: SwappedLayer, layer: SwappedLayer) -> str:
-    """A message: a layer uses a parameter that is none of its own."""
-    return (
+def not_its_own(caller: SwappedLayer, layer: SwappedLayer) -> UnsupportedModelError:
+    """The refusal where a layer uses a parameter that is none of its own."""
+    return BorrowsModuleError(
         f"layer {caller.name!r} uses parameter {layer.name!r}, which is not its own and is swapped by itself: pass it to the "
-        "layer as a tensor (not the module that has it), or make a layer of what has both with HarmonyStrategy(layers=...)"
+        "layer as a tensor (not the module that has it), or make a layer of what has both with HarmonyStrategy(layers=...)",
+        caller.name,
+        layer.name.rpartition(".")[0],
     )
 
 

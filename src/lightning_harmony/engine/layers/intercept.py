@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from lightning_harmony.engine.model.compiled import compiled_whole, is_compiled
 from lightning_harmony.engine.model.derived import derives_weights
 from lightning_harmony.engine.model.layer import SwappedLayer, layer_of_caller
 from lightning_harmony.engine.updates.requested_gradients import anchored
-from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.errors import BorrowsModuleError, UnsupportedModelError
 
 
 class InterceptedForward:
@@ -73,7 +74,9 @@ class InterceptedForward:
         """
         if self._is_removed:
             return self.original.run(*args, **kwargs)
-        lane = current_lane()
+        lane, caller = current_lane(), layer_of_caller()
+        if caller is not None and caller.uses(self._module):
+            return self.original.run(*args, **kwargs)
         if self.layer.is_given_weights():
             return self._run_with_given_weights(lane, args, kwargs)
         if torch._C._are_functorch_transforms_active():
@@ -81,15 +84,13 @@ class InterceptedForward:
                 f"layer {self.layer.name!r} is called within a transformation of torch.func (vmap, grad, jvp), which cannot "
                 "see through the swapping: make the module that does so a layer with HarmonyStrategy(layers=...)"
             )
-        caller = layer_of_caller()
-        if caller is self.layer:
-            # It calls itself, and has its weights.
-            return self.original.run(*args, **kwargs)
         if caller is not None:
-            raise UnsupportedModelError(
+            raise BorrowsModuleError(
                 f"layer {caller.name!r} calls layer {self.layer.name!r}, which is not a part of it and is swapped by itself: "
                 "call that outside and pass on what it returns, or make a layer of what has both with "
-                "HarmonyStrategy(layers=...)"
+                "HarmonyStrategy(layers=...)",
+                caller.name,
+                _called_by(caller, self._module),
             )
         if torch._C._is_tracing() and lane is None:
             # A logger that draws the model, or an export: between steps weights are the model's own.
@@ -128,6 +129,19 @@ class InterceptedForward:
         if self._own is not None:
             raise TypeError(f"layer {self.layer.name} cannot be pickled while it trains")
         return _bound_forward, (self._module,)
+
+
+def _called_by(layer: SwappedLayer, module: nn.Module) -> nn.Module:
+    """The module that a layer's own code calls, within which another one is called."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+            called = frame.f_locals["self"]
+            if layer.uses(called):
+                break
+            module = called
+        frame = frame.f_back
+    return module
 
 
 def _bound_forward(module: nn.Module) -> Any:

@@ -136,7 +136,7 @@ class RecordedLayer:
         self._ambient, self._attributes = AmbientState.capture(), layer.attributes.read()
         self._device, self._narrow = residency.device, layer.narrow
         self._signature = signature(layer, residency)
-        self._hooks = hooks_within(layer.module)
+        self._hooks = hooks_within(layer.whole)
         # The last one that it fits: what it refers to makes way for others.
         self._known: Callable[[], Residency | None] = lambda: None
         self.have_gradients: list[bool] = []

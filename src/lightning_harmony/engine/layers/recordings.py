@@ -204,7 +204,7 @@ class Recordings:
 
     def _refuse(self, layer: SwappedLayer, residency: Residency, before: Before, after: RandomState) -> None:
         """Refuse layers whose calls do more than to compute what they return."""
-        module = layer.module
+        module = layer.whole
         if module is None or len(self._of_layers.get((layer, residency.device), ())) == _MOST_KEYS:
             raise RecordingError("it is called in many ways")
         if self._num_bytes.get(layer, 0) + residency.device.library_bytes > residency.device.set_aside_bytes:

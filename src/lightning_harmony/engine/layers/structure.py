@@ -40,7 +40,7 @@ _NUMBERING = ("idx", "index", "_id", "number")
 
 def structure_of(layer: SwappedLayer) -> Any:
     """What layers that do the same have in common."""
-    assert layer.module is not None
+    assert layer.whole is not None
     numbers = {parameter: number for number, parameter in enumerate(layer.parameters)}
 
     def of_module(module: nn.Module) -> Any:
@@ -54,4 +54,4 @@ def structure_of(layer: SwappedLayer) -> Any:
             tuple(plain),
         )
 
-    return tuple((name, of_module(module)) for name, module in layer.module.named_modules())
+    return tuple((name, of_module(module)) for name, module in layer.whole.named_modules())

@@ -30,7 +30,7 @@ def origin_of(module: nn.Module, layers: Sequence[Layer], devices: Sequence[Devi
         devices: where they run.
         settings: what else decides what a layer takes, such as the precision.
     """
-    names = [[layer.name, _numbers_of(layer.module)] for layer in layers]
+    names = [[layer.name, _numbers_of(layer.whole)] for layer in layers]
     return Origin(
         model=_digest([kind_of(module), names, list(settings)]), machine=_machine(devices), versions=_versions()
     )

@@ -25,6 +25,13 @@ class Layer:
     name: str
     """Qualified name in the root module."""
     module: nn.Module
+    borrowed: tuple[nn.Module, ...] = ()
+    """Modules elsewhere that its code uses, too."""
+
+    @property
+    def whole(self) -> nn.Module:
+        """All that its code uses, below one module."""
+        return nn.ModuleList([self.module, *self.borrowed]) if self.borrowed else self.module
 
 
 def find_layers(root: nn.Module, *, max_layer_bytes: int | None, layers: LayerChoice | None = None) -> list[Layer]:

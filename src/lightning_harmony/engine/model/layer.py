@@ -137,6 +137,7 @@ class SwappedLayer:
         index: its number among all layers.
         name: qualified name in the model.
         module: the module, None for a parameter of the glue.
+        whole: that, or what has it and the modules elsewhere that its code uses, too.
         parameters: its parameters, each once.
         buffers: owner and name of each of its buffers.
         held: frozen parameters that layers set, which are buffers of them, too: one dict for all layers.
@@ -174,10 +175,12 @@ class SwappedLayer:
         module: nn.Module | None,
         parameters: Sequence[nn.Parameter],
         compute_dtype: torch.dtype | None = None,
+        whole: nn.Module | None = None,
     ) -> None:
         self.index = index
         self.name = name
         self.module = module
+        self.whole = module = whole or module
         self.parameters = list(dict.fromkeys(parameters))
         self.gathered = _of_recurrent_modules(module) if module is not None else frozenset()
         self.composed = frozenset(filter(is_composed, self.parameters))
@@ -208,6 +211,10 @@ class SwappedLayer:
         self._derived = derived_weights(module) if module is not None else []
         self.is_parametrized = module is not None and any(map(parametrize.is_parametrized, module.modules()))
 
+    def uses(self, module: nn.Module) -> bool:
+        """Whether its code has a module's weights where it runs."""
+        return self.whole is not None and any(each is module for each in self.whole.modules())
+
     def derive(self) -> None:
         """Compute the weights that its hooks make of parameters, where nothing is swapped."""
         for weight in self._derived:
@@ -220,7 +227,7 @@ class SwappedLayer:
     def hold_as_buffers(self, parameters: Collection[nn.Parameter]) -> list[ParameterKey]:
         """Have some parameters as buffers from now on, if all are frozen, and in one place each. What they are held as."""
         found: list[ParameterKey] = []
-        modules = [] if self.module is None else list(self.module.modules())
+        modules = [] if self.whole is None else list(self.whole.modules())
         for parameter in parameters:
             places = [place for place in self._places if place.parameter is parameter]
             owners = [each for each in modules if each._parameters is places[0].container]

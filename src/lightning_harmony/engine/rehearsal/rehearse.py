@@ -29,6 +29,7 @@ from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.opaque import without_caches
 from lightning_harmony.engine.memory.stash import Alias, LaneStash, Stash, Stashed, is_small
 from lightning_harmony.engine.memory.tensor_class import parameter_like
+from lightning_harmony.engine.model.borrowed import BorrowedModules
 from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import lies_in
@@ -47,6 +48,7 @@ from lightning_harmony.engine.rehearsal.rehearsed_call import CallProfile, Measu
 from lightning_harmony.engine.rehearsal.work_by_layer import WorkByLayer
 from lightning_harmony.engine.rehearsal.work_counter import WorkCounter
 from lightning_harmony.engine.structures.strides import copied
+from lightning_harmony.errors import BorrowsModuleError
 from lightning_harmony.plan.outlook.work import LayerProfile, StepProfile, Work
 from lightning_harmony.plan.values.task import Phase
 
@@ -69,15 +71,20 @@ def rehearse(
         microbatch: its tensors tell shapes and types only.
         casting: the context of the step, such as autocast.
     """
-    random = RandomState.capture(None)
-    try:
-        first = Rehearsal(model, layers, {})
-        wide = first.run(step, microbatch, casting)
-        if not any(first.narrow.values()):
-            return wide.profile(wide)
-        return Rehearsal(model, layers, first.narrow).run(step, microbatch, casting).profile(wide)
-    finally:
-        random.restore(None)
+    random, borrowed = RandomState.capture(None), BorrowedModules()
+    while True:
+        lent = borrowed.lent(layers)
+        try:
+            first = Rehearsal(model, lent, {})
+            wide = first.run(step, microbatch, casting)
+            if not any(first.narrow.values()):
+                return wide.profile(wide)
+            return Rehearsal(model, lent, first.narrow).run(step, microbatch, casting).profile(wide)
+        except BorrowsModuleError as error:
+            if not borrowed.note(model, error):
+                raise
+        finally:
+            random.restore(None)
 
 
 class Rehearsal(Runtime):
@@ -87,7 +94,7 @@ class Rehearsal(Runtime):
         self._model = model
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._layers = [
-            SwappedLayer(index, layer.name, layer.module, list(layer.module.parameters()))
+            SwappedLayer(index, layer.name, layer.module, list(layer.whole.parameters()), whole=layer.whole)
             for index, layer in enumerate(layers)
         ]
         for layer in self._layers:

@@ -124,7 +124,7 @@ class Executor:
 
     def modules_of_layers(self) -> Iterator[nn.Module]:
         """The modules of layers, which their own code alone calls."""
-        modules = (layer.module for layer in self._model.layers if layer.module is not None)
+        modules = (layer.whole for layer in self._model.layers if layer.whole is not None)
         return (each for module in modules for each in module.modules())
 
     def objects_with_weights(self) -> set[int]:

@@ -131,7 +131,7 @@ class PlanMaker:
 
     def _kind(self, layer: SwappedLayer) -> str:
         if layer.index not in self._kinds:
-            self._kinds[layer.index] = "a parameter" if layer.module is None else kind_of(layer.module)
+            self._kinds[layer.index] = "a parameter" if layer.whole is None else kind_of(layer.whole)
         return self._kinds[layer.index]
 
 
@@ -160,7 +160,9 @@ def check_given(
     Raises:
         PlanError: if the plan is for another model, for other devices or for a larger capacity.
     """
-    found = fingerprint((layer.name, [p.shape for p in layer.parameters]) for layer in layers)
+    # What layers borrow of others shows in a step alone.
+    own = [(layer.name, layer.parameters if layer.module is None else layer.module.parameters()) for layer in layers]
+    found = fingerprint((name, [p.shape for p in parameters]) for name, parameters in own)
     if given is not None:
         capacities = [device.capacity_bytes for device in devices]
         refuse_unfit(given, list(map(_known_cost, layers)), parameters, found, capacities, parallel)

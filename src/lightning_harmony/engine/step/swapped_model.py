@@ -81,7 +81,7 @@ class SwappedModel:
 
     def _derived_weights(self) -> dict[str, DerivedWeight]:
         names = {id(owner): name for name, owner in self._module.named_modules()}
-        modules = [layer.module for layer in self.layers if layer.module is not None]
+        modules = [layer.whole for layer in self.layers if layer.whole is not None]
         weights = [weight for module in modules for weight in derived_weights(module)]
         return {f"{names[id(weight.owner)]}.{weight.name}": weight for weight in weights}
 
