@@ -49,6 +49,7 @@ class Carries(nn.Module):
 
 class Helper:
     number = 0.1
+    state: Any = None
 
 
 def mean_of(x: Tensor) -> Tensor:
@@ -157,6 +158,50 @@ class AnObjectOfAClassThatCannotBeChanged(Carries):
         return x
 
 
+class State:
+    """What a registry holds, and never changes: another one takes its place."""
+
+    def __init__(self, number: float, names: list[str]) -> None:
+        self.number, self.names = number, names
+
+    def looked_up(self, number: float) -> State:
+        return State(number, list(self.names))
+
+
+class ACopyOfAnObject(Carries):
+    """Around each layer, as in libraries whose registries hold what nothing changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper.state = State(0.1, ["torch"])
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x * (1 + self.helper.state.number))
+            self.helper.state = self.helper.state.looked_up(self.helper.state.number)
+        return x
+
+
+class ACopyThatIsChangedForAWhile(ACopyOfAnObject):
+    """By who has made it, and finds the change where it has put the copy."""
+
+    def run(self, x: Tensor) -> Tensor:
+        state = self.helper.state = self.helper.state.looked_up(0.1)
+        for block in self.blocks:
+            x = block(x)
+            state.number = 0.5
+            x = x * (1 + self.helper.state.number)
+            state.number = 0.1
+        return x
+
+
+class AnotherObject(ACopyOfAnObject):
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks(x * (1 + self.helper.state.number))
+        self.helper.state = self.helper.state.looked_up(x.detach().mean().item())
+        return x
+
+
 class Gated(nets.Block):
     factor = 0.1
 
@@ -178,7 +223,7 @@ class WhatALayerReads(Carries):
 
 CARRIED = [
     ANumber, ACount, AFlag, ATensor, ATensorInPlace, ABuffer, ABufferInPlace, AListForEachLayer, AnEntryOfADict,
-    ANumberInADict, AQueue, AnObject, AnObjectOfAClassThatCannotBeChanged, WhatALayerReads,
+    ANumberInADict, AQueue, AnObject, AnObjectOfAClassThatCannotBeChanged, AnotherObject, WhatALayerReads,
 ]  # fmt: skip
 
 
@@ -295,6 +340,7 @@ class WhatLayersLeaveTwice(Carries):
 
 IN_ORDER = [
     AMeanBetweenTwoLayers, ABufferBehindTheLayers, WhatALayerLeavesToItself, WhatIsMadeOnce, WhatIsWrittenBeforeItIsRead,
+    ACopyOfAnObject, ACopyThatIsChangedForAWhile,
 ]  # fmt: skip
 
 

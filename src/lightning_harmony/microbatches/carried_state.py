@@ -18,12 +18,10 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.containers import MISSING
 from lightning_harmony.engine.structures.tree import is_parameter, tensors_of
+from lightning_harmony.held.equal_objects import COMPARED, are_equal_objects
 from lightning_harmony.held.held_state import ALL, Held, Kind
 from lightning_harmony.held.reads import Readers, Watched, version_of
 from lightning_harmony.held.walk import modules_of
-
-# Equal ones are the same, whichever object they are.
-_COMPARED = (bool, int, float, complex, str, bytes)
 
 
 class State(NamedTuple):
@@ -232,7 +230,9 @@ def _is_same(one: Any, other: Any) -> bool:
     if _keeps_nothing(one) and _keeps_nothing(other):
         return True
     # A recompute in the backward makes tuples anew.
-    return are_same(one, other) if type(one) is tuple else type(one) in _COMPARED and bool(one == other)
+    if type(one) is tuple:
+        return are_same(one, other)
+    return bool(one == other) if type(one) in COMPARED else are_equal_objects(one, other)
 
 
 def _keeps_nothing(value: Any) -> bool:

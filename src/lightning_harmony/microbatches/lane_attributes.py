@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import OutOfReach
 from lightning_harmony.engine.structures.containers import MISSING, put_content, put_value
+from lightning_harmony.held.equal_objects import are_equal_objects
 from lightning_harmony.held.held_state import ALL, Held, Kind
 from lightning_harmony.held.places import Contents, Places, Together
 from lightning_harmony.held.variables import VariableOfClosure
@@ -222,9 +223,10 @@ def is_switched(kind: Kind, name: Any, value: Any, before: Any, *, of_layer: boo
             and not issubclass(type(value), OutOfReach)
             and not issubclass(type(before), OutOfReach)
         )
-    if kind is Kind.OBJECT:
-        return of_layer and type(value) not in NUMBERS
-    return kind is Kind.HOOKS or (kind is Kind.CONTAINER and has_tensors([value, before]))
+    if kind is Kind.OBJECT and of_layer and type(value) not in NUMBERS:
+        return True
+    has_own = kind is Kind.HOOKS or (kind is Kind.CONTAINER and has_tensors([value, before]))
+    return has_own or are_equal_objects(value, before)
 
 
 def has_tensors(values: Iterable[Any]) -> bool:
