@@ -250,15 +250,46 @@ class Scaling(Body):
 
 
 class ByHand(Net):
-    def __init__(self, net: nn.Module) -> None:
+    """Two optimizers in turns, each of which has its own parameters alone need gradients."""
+
+    def __init__(self, net: nn.Module, *, steps_before: bool = False) -> None:
         super().__init__(net)
-        self.automatic_optimization = False
+        self.automatic_optimization, self.steps_before = False, steps_before
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        if self.steps_before:
+            self._make(first, self.net.blocks[0](batch[0]).mean())
+        for optimizer in (first, second):
+            self.toggle_optimizer(optimizer)
+            loss = self.net(batch)
+            self.losses.append(loss.detach().clone())
+            self._make(optimizer, loss)
+            self.untoggle_optimizer(optimizer)
+
+    def _make(self, optimizer: Any, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.net.parameters())
+        return [torch.optim.SGD(each, lr=0.1, momentum=0.9) for each in (parameters[::2], parameters[1::2])]
+
+
+@pytest.mark.parametrize("name", ["called", "of layers"])
+def test_a_manual_step_begins_again_before_an_optimizer_has_stepped(name: str) -> None:
+    torch.manual_seed(0)
+    assert_same_training(ByHand(ONE_LAYER[name]()), samples(), num_microbatches=1, updates=["after the backward"])
 
 
 REFUSED: dict[str, tuple[Callable[[], pl.LightningModule], str]] = {
     "later": (lambda: Net(Body(Later(), linear())), "calls layer 'net.given', which is not a part of it"),
     "of its owner": (lambda: Net(Scaling()), "uses parameter 'net.factor', which is not its own"),
-    "by hand": (lambda: ByHand(Body(Applies(), linear())), "calls layer 'net.given', which is not a part of it"),
+    "behind an update": (
+        lambda: ByHand(Body(Applies(), linear()), steps_before=True),
+        "calls layer 'net.given', which is not a part of it",
+    ),
 }
 
 

@@ -18,6 +18,7 @@ from lightning_harmony.engine.measure.profile_cache import ProfileCache
 from lightning_harmony.engine.model.borrowed import BorrowedModules
 from lightning_harmony.engine.model.decompose import Layer, find_layers
 from lightning_harmony.engine.model.host_store import HostStore
+from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.nodes.division import Division, parameters_of
 from lightning_harmony.engine.step.assembly import assemble
 from lightning_harmony.engine.step.executor import Executor
@@ -105,7 +106,7 @@ class Swapped:
     def _use(self, engine: Executor, summary: FitSummary | None) -> None:
         """This engine runs steps from now on."""
         tree, trainer, settings = self._tree, self._trainer, self._settings
-        self.engine = engine
+        self.engine, self._has_stepped = engine, False
         self._closing.callback(engine.close)
         policy = UpdatePolicy(tree, trainer, engine, settings.update, division=self._division)
         if summary is None:
@@ -177,8 +178,9 @@ class Swapped:
         self._buffers_before = BuffersBefore(self._module) if is_first else None
         with self.restoring_buffers():
             output = self._run_lending(
-                lambda: self.training.run(step, args, kwargs), (args, kwargs), may_repeat=is_first
+                lambda: self.training.run(step, args, kwargs), (args, kwargs), may_repeat=not self._has_stepped
             )
+        self._has_stepped = True
         key_by_parameters(self._trainer.optimizers)
         return output
 
@@ -190,9 +192,11 @@ class Swapped:
             given: what it is called with.
             may_repeat: whether it may run again.
         """
+        parameters = list(self._module.parameters()) if may_repeat else []
         while True:
             before = Snapshot(self._trainer, self.engine.devices, given) if may_repeat else None
-            collectives = num_collectives()
+            collectives, flags = num_collectives(), [parameter.requires_grad for parameter in parameters]
+            weights = [(version_of(parameter), parameter.grad) for parameter in parameters]
             try:
                 output = run()
                 if before is not None:
@@ -200,7 +204,12 @@ class Swapped:
                 return output
             except BorrowsModuleError as error:
                 # What a step has changed of parameters would be changed once more, and other nodes do not begin anew.
-                is_lasting = self.engine.step.changed_parameter is not None or num_collectives() != collectives
+                now = [(version_of(parameter), parameter.grad) for parameter in parameters]
+                is_changed = any(
+                    one[0] != two[0] or one[1] is not two[1] for one, two in zip(weights, now, strict=True)
+                )
+                is_changed = is_changed or self.engine.step.changed_parameter is not None
+                is_lasting = is_changed or num_collectives() != collectives
                 if before is None or is_lasting or not self._borrowed.note(self._module, error):
                     raise
                 said = str(error).partition(": ")[0]
@@ -208,6 +217,8 @@ class Swapped:
             gc.collect()
             self.training.leave()
             left = before.restore()
+            for parameter, flag in zip(parameters, flags, strict=True):
+                parameter.requires_grad_(flag)
             self._set_up_anew(self._settings.plan)
             self.engine.catch_up()
             self._tree.info(
