@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy, PlanError, StepReport
 from lightning_harmony.engine.devices.stream import HostStream
-from lightning_harmony.engine.lanes.lane import current_lane
+from lightning_harmony.engine.lanes.lane import this_thread
 from lightning_harmony.engine.measure.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.plan.search.graphs import fused_alone
@@ -616,7 +616,7 @@ def test_no_turn_but_the_first_waits_for_a_host_buffer(monkeypatch: pytest.Monke
     take, missed = HostPool.take, Counter[int]()
 
     def noting(pool: HostPool, num_bytes: int) -> Any:
-        lane = current_lane()
+        lane = this_thread.lane
         # Sums that make way for a layer that is measured are no part of its turn.
         parks = any(frame.name == "park" and frame.filename.endswith("sums.py") for frame in extract_stack())
         if lane is not None and not parks and not pool._free[num_bytes]:

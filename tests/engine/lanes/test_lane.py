@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_harmony.engine.lanes import lane as lane_module
 from lightning_harmony.engine.lanes.ambient import AmbientState
-from lightning_harmony.engine.lanes.lane import Lane, LaneAborted, LanePool, current_lane
+from lightning_harmony.engine.lanes.lane import Lane, LaneAborted, LanePool, this_thread
 from lightning_harmony.errors import UnsupportedModelError
 
 NUMBER = contextvars.ContextVar("number", default=0)
@@ -30,7 +30,7 @@ def pool() -> Iterator[LanePool]:
 
 
 def parking() -> Lane:
-    lane = current_lane()
+    lane = this_thread.lane
     assert lane is not None
     return lane
 
@@ -132,11 +132,11 @@ class TestBaton:
         assert all(torch.equal(x.grad, 2 * x) for x in inputs)
 
     def test_the_caller_is_no_lane(self) -> None:
-        assert current_lane() is None
+        assert this_thread.lane is None
 
     def test_each_lane_knows_itself(self, pool: LanePool) -> None:
         found: list[Lane | None] = []
-        lanes = pool.lanes([lambda: found.append(current_lane())] * 3)
+        lanes = pool.lanes([lambda: found.append(this_thread.lane)] * 3)
         for lane in lanes:
             run(pool, lane)
         assert found == lanes
@@ -155,7 +155,7 @@ class TestChoosing:
         turns = iter([lanes[0], lanes[1], lanes[1], lanes[0]])
 
         def choose(previous: Lane | None) -> Lane | None:
-            assert current_lane() is previous
+            assert this_thread.lane is previous
             choosers.append(previous)
             return next(turns, None)
 

@@ -16,6 +16,8 @@ from lightning_harmony.engine.devices.recording import Recording, RecordingError
 from lightning_harmony.engine.devices.stream import Event, Moment, Stream
 from lightning_harmony.plan.values.task import STREAM_OF, Errand, Task
 
+# One for all: nothing is to be made in each turn.
+NO_CONTEXT = nullcontext()
 # To copy so much on the host takes less than to wake the thread that copies: 10 microseconds instead of 50.
 BRIEFLY_COPIED_BYTES = 64 * 1024
 
@@ -167,7 +169,7 @@ class Device(ABC):
 
     def scheduling(self) -> AbstractContextManager[None]:
         """The context of what goes on between the turns of lanes: it is ordered with computing, after no lane's own work."""
-        return nullcontext()
+        return NO_CONTEXT
 
     def selected(self) -> AbstractContextManager[None]:
         """The context of a lane's own work on this device, between the layers."""

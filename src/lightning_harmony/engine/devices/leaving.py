@@ -34,6 +34,8 @@ class Leaving:
         Returns:
             Whether there was one to let go.
         """
+        if not self._kept and not self._updates:
+            return False
         retired = self._let_go(wait=wait)
         if wait and not retired and self._updates:
             wait_for_one([updated for updated, _ in self._updates])

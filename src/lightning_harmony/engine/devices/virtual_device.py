@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,17 +102,20 @@ class VirtualDevice(Device):
         if before == num_bytes and end is not None:
             return
         # Without the lock: what makes way may end in another thread.
-        while self.capacity_bytes is not None and not self.room_for(num_bytes - before) and self.relieve():
+        capacity = self.capacity_bytes
+        while capacity is not None and self._allocated_bytes + num_bytes - before > capacity and self.relieve():
             pass
         with self._lock:
-            self._live[key] = num_bytes, end or weakref.ref(storage, lambda _: self._forget(key))
+            self._live[key] = num_bytes, end or weakref.ref(storage, partial(self._forget, key))
             self._allocated_bytes += num_bytes - before
-            if self.capacity_bytes is not None and self._allocated_bytes > self.capacity_bytes:
-                raise DeviceOutOfMemoryError(self._allocated_bytes - self.capacity_bytes)
-            self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
-            self._watched_bytes = max(self._watched_bytes, self._allocated_bytes)
+            allocated = self._allocated_bytes
+            if capacity is not None and allocated > capacity:
+                raise DeviceOutOfMemoryError(allocated - capacity)
+            if allocated > self._watched_bytes:
+                self._watched_bytes = allocated
+                self._peak_bytes = max(self._peak_bytes, allocated)
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, ended: object) -> None:
         with self._lock:
             _owners.pop(key, None)
             self._allocated_bytes -= self._live.pop(key)[0]

@@ -82,11 +82,12 @@ def _autocast(device_type: str) -> OfThread:
 
 def _default_device() -> torch.device | None:
     """As it was given: `torch.get_default_device` would make a tensor to find its index."""
-    for mode in reversed(_get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()):
-        if isinstance(mode, DeviceContext):
-            return torch.device(mode.device)
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    return None if context is None else torch.device(context.device)
+    if torch._C._len_torch_function_stack():
+        for mode in reversed(_get_current_function_mode_stack()):
+            if isinstance(mode, DeviceContext):
+                return torch.device(mode.device)
+    # Who sets one enters its mode, too.
+    return None
 
 
 def _on_default_device(device: torch.device | None) -> AbstractContextManager[Any]:
@@ -245,8 +246,9 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
 
 
 # Since torch 2.9, each backend has a precision of its own beside the one for all.
+_get_of_backend: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 _BACKENDS = (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"))
-_get_of_backend = getattr(torch._C, "_get_fp32_precision_getter", None)
+_NAMES, _KINDS = zip(*_BACKENDS, strict=True) if _get_of_backend is not None else ((), ())
 
 
 # For matrices, and for cuDNN.
@@ -265,8 +267,13 @@ def _told(get: Callable[[], Any]) -> Any:
 
 
 def _precision() -> tuple[Any, ...]:
-    of_backends = [] if _get_of_backend is None else [_get_of_backend(*backend) for backend in _BACKENDS]
-    return *[_told(get) for get, _ in _OF_ALL], *of_backends
+    torch_c = torch._C
+    of_all: tuple[Any, ...]
+    try:
+        of_all = torch_c._get_float32_matmul_precision(), torch_c._get_cudnn_allow_tf32()
+    except RuntimeError:
+        of_all = tuple([_told(get) for get, _ in _OF_ALL])
+    return *of_all, *map(_get_of_backend, _NAMES, _KINDS)
 
 
 def _set_precision(value: tuple[Any, ...]) -> None:
@@ -275,7 +282,7 @@ def _set_precision(value: tuple[Any, ...]) -> None:
         if each is not None and _told(get) != each:
             set_(each)
     for backend, precision in zip(_BACKENDS, of_backends, strict=False):
-        if _get_of_backend is not None and _get_of_backend(*backend) != precision:
+        if _get_of_backend(*backend) != precision:
             torch._C._set_fp32_precision_setter(*backend, precision)
 
 

@@ -27,7 +27,18 @@ NUM_FIRST_JOBS = 4
 _GLANCE_SECONDS = 0.5
 _PATIENCE, _LITTLE_PATIENCE, _STILLNESS = 60, 2, 4
 
-_local = threading.local()
+
+class _ThisThread(threading.local):
+    """The calling thread.
+
+    Attributes:
+        lane: the lane that it is, if it is one.
+    """
+
+    lane: AnyLane | None = None
+
+
+this_thread = _ThisThread()
 
 
 class LaneAborted(BaseException):
@@ -116,7 +127,7 @@ class Lane:
             self._pool.end(self)
 
     def _run_job(self) -> BaseException | None:
-        _local.lane = self
+        this_thread.lane = self
         job, self._job = self._job, None
         assert job is not None
         try:
@@ -167,22 +178,17 @@ class CallerLane:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """The context in which the calling thread is this lane."""
-        before = current_lane()
-        _local.lane = self
+        before = this_thread.lane
+        this_thread.lane = self
         try:
             # The engine then runs every node of a backward in this thread, which is the only one that is this lane.
             with torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:
-            _local.lane = before
+            this_thread.lane = before
 
 
 AnyLane = Lane | CallerLane
-
-
-def current_lane() -> AnyLane | None:
-    """The lane that the calling thread is, if it is one."""
-    return getattr(_local, "lane", None)
 
 
 # Given the lane that parked or ended, None at first: the lane that goes on, or None for the caller of `LanePool.drive`.

@@ -175,7 +175,8 @@ def _python_state() -> memoryview | None:
 
 
 def _get_python_state() -> Any:
-    generator, state = _python_generator(), _python_state()
+    generator: Any = random.random.__self__  # type: ignore[attr-defined]
+    state = _python_state()
     return generator.getstate() if state is None else (state.tobytes(), generator.gauss_next)
 
 

@@ -25,7 +25,14 @@ class CallBuffers:
         last_filled: what calls in its microbatch have filled through `.data`, as the last one left it; None after one.
         copies: whether to copy them before the call. Else they are compared for as long as it isn't known which ones calls
             change.
+
+    Attributes:
+        bound: what the layer's code is to find.
     """
+
+    bound: dict[BufferKey, Tensor]
+    _before: dict[BufferKey, Tensor]
+    _filled: dict[BufferKey, list[weakref.ref[UntypedStorage]]]
 
     def __init__(
         self,
@@ -36,8 +43,11 @@ class CallBuffers:
         copies: bool,
     ) -> None:
         self._layer, self._last_filled = layer, last_filled
+        if not layer.buffers:
+            self._filled, self._before, self.bound = {}, {}, {}
+            return
         # Where those lie that the call has filled through `.data`, in its run and in its recomputes.
-        self._filled: dict[BufferKey, list[weakref.ref[UntypedStorage]]] = {}
+        self._filled = {}
         found = {key: residency.buffers[key] for key in layer.buffers}
         self._is_unknown = layer.has_unknown_buffers()
         copies = copies or self._is_unknown
@@ -117,6 +127,8 @@ class CallBuffers:
 
     def as_they_were(self, residency: Residency) -> dict[BufferKey, Tensor]:
         """What the recompute finds; what it does to those that calls change is dropped."""
+        if not self._layer.buffers:
+            return {}
         buffers = {key: residency.buffers[key] for key in self._layer.buffers} | _copies(self._before)
         for key, places in self._filled.items():
             places.append(_memory(buffers[key]))

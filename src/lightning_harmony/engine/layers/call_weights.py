@@ -171,7 +171,7 @@ class CallWeights:
 
     def have_changed_wide(self) -> bool:
         """Whether the code has changed what it was given as a parameter in the place of a narrow weight."""
-        return any(use.has_changed() for use in self._uses)
+        return bool(self._uses) and any(use.has_changed() for use in self._uses)
 
     def as_found(
         self, parameters: Sequence[nn.Parameter], taps: Sequence[Tensor], residency: Residency

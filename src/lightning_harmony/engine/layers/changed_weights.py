@@ -40,7 +40,8 @@ class WeightsBefore:
     def __init__(self, layer: SwappedLayer, residency: Residency) -> None:
         self._layer, self._residency = layer, residency
         self._version = residency.weights._version
-        self._gathered, self._composed = self._storages_of(layer.gathered), self._storages_of(layer.composed)
+        self._gathered = self._storages_of(layer.gathered) if layer.gathered else []
+        self._composed = self._storages_of(layer.composed) if layer.composed else []
 
     def has_to_run_again(
         self, weights: CallWeights, error: DataAssignedError | DifferentiatesError | None, *, may_again: bool
@@ -59,20 +60,21 @@ class WeightsBefore:
             UnsupportedModelError: if it has changed others, or cannot run again.
         """
         layer, residency = self._layer, self._residency
+        is_written, has_changed_wide = residency.weights._version != self._version, weights.have_changed_wide()
+        if error is None and not (is_written or has_changed_wide or self._composed):
+            return False
         if isinstance(error, DifferentiatesError):
             if not may_again or layer.differentiates:
                 raise error
             layer.differentiates = True
             return True
-        has_written = (
-            self._gathered == self._storages_of(layer.gathered) and residency.weights._version != self._version
-        )
+        has_written = is_written and self._gathered == self._storages_of(layer.gathered)
         is_changed = (has_written and not residency.is_as_it_came()) or self._composed != self._storages_of(
             layer.composed
         )
-        if error is None and not is_changed and not weights.have_changed_wide():
+        if error is None and not is_changed and not has_changed_wide:
             return False
-        if may_again and not weights.have_changed_wide() and self._hold_changed(error):
+        if may_again and not has_changed_wide and self._hold_changed(error):
             return True
         raise error or UnsupportedModelError(
             f"layer {layer.name!r} modifies a parameter in place in its forward, or its data, which swapping would lose; "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.glue.one_device import BringsHostOperands
-from lightning_harmony.engine.lanes.lane import AnyLane, Lane, current_lane
+from lightning_harmony.engine.lanes.lane import AnyLane, Lane, this_thread
 from lightning_harmony.engine.layers.layer_call import LayerCall, OwnForward
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.model.compiled import compiled_whole, is_compiled
@@ -74,7 +74,7 @@ class InterceptedForward:
         """
         if self._is_removed:
             return self.original.run(*args, **kwargs)
-        lane, caller = current_lane(), layer_of_caller()
+        lane, caller = this_thread.lane, layer_of_caller()
         if caller is not None and caller.uses(self._module):
             return self.original.run(*args, **kwargs)
         if self.layer.is_given_weights():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch._C import DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 
+from lightning_harmony.engine.devices.device import NO_CONTEXT
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.call_weights import (
     CallWeights,
@@ -39,9 +40,9 @@ from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.layer import (
     BufferKey,
     DataAssignedError,
+    OwnCodeOf,
     SwappedLayer,
     make_resident,
-    own_code_of,
 )
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.parts import are_equal
@@ -168,9 +169,10 @@ class LayerCall:
         """What the layer returns, how it leaves its buffers, and whether it has to run again, with more of them."""
         layer, residency, recompute = self.layer, self.residency, self._recompute
         before, result, failed = WeightsBefore(layer, residency), None, None
-        with self._saving() if self._with_graph else nullcontext():
+        with self._saving() if self._with_graph else NO_CONTEXT:
             bound = self._weights.bind(self)
-            with recompute.beside(residency), layer.bound(bound, recompute.buffers) as left, watch or nullcontext():
+            beside = layer.companions.bound(residency.leaves, residency.companions)
+            with beside as recompute.changes, layer.bound(bound, recompute.buffers) as left, watch or NO_CONTEXT:
                 try:
                     result = self._run(*args, **kwargs)
                 except (DataAssignedError, DifferentiatesError) as error:
@@ -224,7 +226,7 @@ class LayerCall:
         reaching = self.runtime.surroundings.reaching(
             self.layer, self.residency, given, takes_objects=self._takes_objects, is_compiled=self._is_compiled
         )
-        with reaching, own_code_of(self.layer):
+        with reaching, OwnCodeOf(self.layer):
             if not self._is_compiled:
                 return self._original(*args, **kwargs)
             with self.runtime.surroundings.compiling(tensors_of(*args, *kwargs.values())):
@@ -277,7 +279,8 @@ class LayerCall:
                     narrow = {p: make_resident(parameter_like(p, leaves[p].detach().to(dtype))) for p in casts}
                 self.residency.leaves = {**leaves, **narrow}
                 found, uses = self._weights.tried(narrow, leaves, self.residency)
-                with self._recompute.bound(self.residency, found):
+                beside, bound = self._recompute.bound(self.residency, found)
+                with beside, bound:
                     again = flatten(self._recompute.run(self.residency, self._run))[0]
         except torch.OutOfMemoryError:
             # No room to try in: they stay as they are.
@@ -321,24 +324,24 @@ class LayerCall:
         """The backward is in the call from now on, until it goes on elsewhere."""
         if self._is_running:
             raise DifferentiatesError(self.layer)
-        self.runtime.open_call.enter(self, self.layer, self._enter)
+        self.runtime.open_call.enter(self, self.layer, self._entered)
 
-    def _enter(self, residency: Residency, stack: ExitStack) -> None:
-        """The backward enters the call, and leaves it with the stack.
-
-        Args:
-            residency: of its pack.
-            stack: takes contexts that last until the backward leaves the call.
-        """
+    @contextmanager
+    def _entered(self, residency: Residency) -> Iterator[None]:
+        """The context in which the backward is in the call."""
         self.residency = residency
         self._recompute.note_later_changes()
         self._recompute.fill_again(self._saves)
         if self.runtime.is_last_backward():
             self.layer.first_inputs = []
-        stack.callback(self._leave)
-        stack.enter_context(self.runtime.surroundings.differentiating(residency))
-        # For as long as the backward is here: a checkpoint within the layer runs a part of it again.
-        stack.enter_context(self._recompute.bound(residency, self._weights.bind_again(residency)))
+        try:
+            with self.runtime.surroundings.differentiating(residency):
+                # For as long as the backward is here: a checkpoint within the layer runs a part of it again.
+                beside, bound = self._recompute.bound(residency, self._weights.bind_again(residency))
+                with beside, bound:
+                    yield
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         self._weights.forget_uses()

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.model.pack import Residency
-from lightning_harmony.engine.structures.operations import run_as_without_mode
+from lightning_harmony.engine.structures.operations import is_view, run_as_without_mode
 from lightning_harmony.engine.structures.parts import have_composed, is_composed
 
 
@@ -75,8 +75,3 @@ class CastWatch(TorchDispatchMode):
             self._num_casts[parameter] += 1
         elif not (isinstance(result, Tensor) and self._parameter(result) is parameter and is_view(func)):
             self._used.add(parameter)
-
-
-def is_view(func: Any) -> bool:
-    """Whether an operation returns a view and changes nothing."""
-    return not func._schema.is_mutable and any(result.alias_info is not None for result in func._schema.returns)

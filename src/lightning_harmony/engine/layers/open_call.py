@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.device import NO_CONTEXT, Device
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.plan.values.task import Phase
@@ -28,31 +28,42 @@ class OpenCall:
         self.call: object = None
         # Where it runs.
         self._device: Device | None = None
-        self._leaving = ExitStack()
+        self._stay: AbstractContextManager[None] = NO_CONTEXT
         # The backward that leaves the call when it ends, as autograd numbers them.
         self._backward = -1
 
-    def enter(self, call: object, layer: SwappedLayer, enter: Callable[[Residency, ExitStack], None]) -> None:
+    def enter(
+        self, call: object, layer: SwappedLayer, entered: Callable[[Residency], AbstractContextManager[None]]
+    ) -> None:
         """A backward comes to a call.
 
         Args:
             call: which one.
             layer: what was called.
-            enter: what the call does about it, given where its pack resides, and a stack that it leaves with.
+            entered: given where its pack resides, the call's own context for as long as the backward is in it.
         """
         if self.call is call:
             return
         self.leave()
-        with ExitStack() as stack:
-            residency = stack.enter_context(self._visit(layer, Phase.BACKWARD))
-            stack.callback(setattr, self, "call", None)
-            self.call, self._device = call, residency.device
-            enter(residency, stack)
-            self._leaving = stack.pop_all()
+        stay = self._staying(call, layer, entered)
+        stay.__enter__()
+        self._stay = stay
         backward = torch._C._current_graph_task_id()
         if backward not in (-1, self._backward):
             self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self.leave)
+
+    @contextmanager
+    def _staying(
+        self, call: object, layer: SwappedLayer, entered: Callable[[Residency], AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        with self._visit(layer, Phase.BACKWARD) as residency:
+            self.call, self._device = call, residency.device
+            try:
+                with entered(residency):
+                    yield
+            finally:
+                self.call = None
 
     def leave(self) -> None:
         """The backward leaves the call, if it is in one."""
@@ -60,7 +71,7 @@ class OpenCall:
             assert self._device is not None
             # What comes next waits for what computed here.
             with self._device.scheduling():
-                self._leaving.close()
+                self._stay.__exit__(None, None, None)
 
     @contextmanager
     def leaving_on_error(self) -> Iterator[None]:
@@ -75,5 +86,5 @@ class OpenCall:
                 assert self._device is not None
                 with self._device.scheduling():
                     # The visit says which layer ran out of memory.
-                    self._leaving.__exit__(type(error), error, error.__traceback__)
+                    self._stay.__exit__(type(error), error, error.__traceback__)
             raise

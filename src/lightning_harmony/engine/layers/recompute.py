@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lightning_harmony.engine.layers.saved_tensors import Saves
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.opaque import StashedObject
 from lightning_harmony.engine.model.attributes import Attributes
+from lightning_harmony.engine.model.companions import CallChanges
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, version_of
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import is_counted, version_counter
@@ -44,6 +45,7 @@ class Recompute:
         self._inputs: list[KeptTensor] = []
         self._objects: list[Any] = []
         self.has_inputs = False
+        self.changes = CallChanges()
         self.attributes: Attributes = layer.attributes.read()
 
     def keep_inputs(self, residency: Residency) -> None:
@@ -99,8 +101,9 @@ class Recompute:
 
     def take_over(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> bool:
         """Let the pack have the buffers that the layer has changed; whether it has changed any, or an input."""
-        changed = self._buffers.take_over(residency, left)
-        self._runtime.show_changed_buffers(self._layer, residency, changed)
+        changed = self._buffers.take_over(residency, left) if left else []
+        if changed:
+            self._runtime.show_changed_buffers(self._layer, residency, changed)
         has_changed = bool(changed) or self._unchanged.have_changed()
         # It has the caller's tensors.
         del self._unchanged
@@ -129,18 +132,12 @@ class Recompute:
         if any(counter._version != version for counter, version in layer.first_inputs):
             layer.changes_inputs = True
 
-    @contextmanager
-    def beside(self, residency: Residency) -> Iterator[None]:
-        """The context of the layer's code when it runs first, which finds what objects have of its weights on the device."""
-        with self._layer.beside(residency.leaves, residency.companions) as self.changes:
-            yield
-
-    @contextmanager
-    def bound(self, residency: Residency, weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-        """The context of the layer's code when it runs again, with these weights."""
-        beside = self._layer.beside(residency.leaves, residency.companions, self.changes)
-        with beside, self._layer.bound(weights, self._buffers.as_they_were(residency)):
-            yield
+    def bound(
+        self, residency: Residency, weights: Mapping[nn.Parameter, Tensor]
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The two contexts of the layer's code when it runs again, with these weights: the first one is around the other."""
+        beside = self._layer.companions.bound(residency.leaves, residency.companions, self.changes)
+        return beside, self._layer.bound(weights, self._buffers.as_they_were(residency))
 
     def run(self, residency: Residency, own: Callable[..., Any]) -> Any:
         """Run the layer's code once more, within `bound`.

@@ -22,7 +22,7 @@ from lightning_harmony.engine.layers.recordable import Foreign, graph_of, has_dr
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.layers.same_bits import are_alike, are_as_reproducible, are_same, bits_differ
 from lightning_harmony.engine.layers.saved_tensors import drop
-from lightning_harmony.engine.model.layer import SwappedLayer, own_code_of
+from lightning_harmony.engine.model.layer import OwnCodeOf, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import Unseen, detached
 from lightning_harmony.engine.structures.strides import copied, is_dense
@@ -378,10 +378,10 @@ class RecordedLayer:
         args, kwargs = self._again(inputs, self._leaves)
         written_to = WrittenTo(args, kwargs)
         attributes = layer.attributes.as_they_were(self._attributes)
-        beside = layer.beside(residency.leaves, {})
+        beside = layer.companions.bound(residency.leaves, {})
         with self._ambient.entered(), self._runtime.recomputing() as logged, attributes, beside, _casting_anew():
             found = bound.of_leaves(weights, residency)
-            with layer.bound(found, residency.buffers), own_code_of(layer), uses, torch.enable_grad():
+            with layer.bound(found, residency.buffers), OwnCodeOf(layer), uses, torch.enable_grad():
                 result = self._ambient.run(self._own, *args, **kwargs)
             has_set = layer.attributes.read() is not self._attributes
         if logged:

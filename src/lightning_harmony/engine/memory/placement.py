@@ -8,7 +8,7 @@ from itertools import chain
 
 from torch import nn
 
-from lightning_harmony.engine.lanes.lane import current_lane
+from lightning_harmony.engine.lanes.lane import this_thread
 from lightning_harmony.engine.measure.workspace import WorkSpace
 from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.model.host_store import HostStore
@@ -138,8 +138,9 @@ class Placement:
 
     def device_of(self, pack: int) -> int:
         """The number of the device where a pack runs for the current lane; outside of lanes, the root."""
-        lane = current_lane() if self.plan.num_devices > 1 else None
-        return 0 if lane is None else self.plan.device_of(pack, lane.microbatch)
+        if self.plan.num_devices == 1 or (lane := this_thread.lane) is None:
+            return 0
+        return self.plan.device_of(pack, lane.microbatch)
 
     def residents_of(self, pack: int) -> Residents:
         """Those of the device where a pack runs for the current lane."""

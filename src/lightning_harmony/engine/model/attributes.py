@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -71,15 +72,20 @@ class Attributes:
             for name, value in late.items():
                 self._look_at(name, value, seen)
         self._all_modules, self._swapped = modules, swapped
+        self._has_no_late_buffers = not any(self._late_buffers)
+        self._buffers, self._sizes = [module._buffers for module in modules], list(map(len, swapped))
         self._unchanged = Unchanged([*self._modules, *self._contents])
 
     def are_current(self) -> bool:
         """Whether nothing has changed since, as far as that can be told."""
-        if self._restores or any(kept.has_changed() for kept in self._tensors.values()):
+        if self._restores or (self._tensors and any(kept.has_changed() for kept in self._tensors.values())):
             return False
         return self._unchanged.holds() and self._have_same_late_buffers()
 
     def _have_same_late_buffers(self) -> bool:
+        """Whether they have, where modules have the same dicts of buffers."""
+        if self._has_no_late_buffers:
+            return not any(map(operator.gt, map(len, self._buffers), self._sizes))
         late = _late_buffers(self._all_modules, self._swapped)
         return all(map(have_same_content, self._late_buffers, late))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -231,13 +231,12 @@ class Companions:
 
     # ---- calls ---------------------------------------------------------------------------------------------------------
 
-    @contextmanager
     def bound(
         self,
         leaves: Mapping[nn.Parameter, Tensor],
         apart: Mapping[Tensor, Tensor],
         before: CallChanges | None = None,
-    ) -> Iterator[CallChanges]:
+    ) -> AbstractContextManager[CallChanges]:
         """Let the layer's code find companions on a device.
 
         Args:
@@ -245,16 +244,19 @@ class Companions:
             apart: the companions there that have memory of their own.
             before: of a call, whose attributes of parameters are what it has found, for the time of the context.
 
-        Yields:
-            What the code has changed, once the context is left.
+        Returns:
+            The context, with what the code has changed, once it is left.
 
         Raises:
             UnsupportedModelError: if the code changes a companion in place, or its data.
         """
+        return self._bound(leaves, apart, before) if self._parameters else _NONE
+
+    @contextmanager
+    def _bound(
+        self, leaves: Mapping[nn.Parameter, Tensor], apart: Mapping[Tensor, Tensor], before: CallChanges | None
+    ) -> Iterator[CallChanges]:
         found = CallChanges()
-        if not self._parameters:
-            yield found
-            return
         attributes = {p: (vars(leaves[p]), dict(vars(leaves[p]))) for p in self._parameters}
         if before is not None:
             for parameter, values in before.attributes.items():
@@ -366,6 +368,10 @@ class CallChanges:
 
     attributes: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
     objects: list[tuple[dict[str, Any], set[str]]] = field(default_factory=list)
+
+
+# The context of calls without companions.
+_NONE = nullcontext(CallChanges())
 
 
 class _Bound:

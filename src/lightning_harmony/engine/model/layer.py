@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from types import new_class
 from typing import Any
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.model.attributes import AttributesOfLayer
-from lightning_harmony.engine.model.companions import CallChanges, Companions, changes_data
-from lightning_harmony.engine.model.derived import derived_weights
+from lightning_harmony.engine.model.companions import Companions, changes_data
+from lightning_harmony.engine.model.derived import DerivedWeight, derived_weights
 from lightning_harmony.engine.model.parameter_places import Place, containers_of, places_of
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
 from lightning_harmony.errors import UnsupportedModelError
@@ -304,50 +304,19 @@ class SwappedLayer:
             "such as on_train_batch_end, or make a layer of the module around both with HarmonyStrategy(layers=...)"
         )
 
-    def beside(
-        self,
-        leaves: Mapping[nn.Parameter, Tensor],
-        apart: Mapping[Tensor, Tensor],
-        before: CallChanges | None = None,
-    ) -> AbstractContextManager[CallChanges]:
-        """Let the layer's code find the companions of its weights where these are, as `Companions.bound` does."""
-        return self.companions.bound(leaves, apart, before)
-
     def is_given_weights(self) -> bool:
         """Whether other tensors take the place of its parameters, as `torch.func.functional_call` puts them there."""
         return not all(map(_is_its_own, self._places))
 
-    @contextmanager
     def bound(
         self, parameters: Mapping[nn.Parameter, Tensor], buffers: Mapping[BufferKey, Tensor]
-    ) -> Iterator[dict[BufferKey, Tensor | None]]:
+    ) -> AbstractContextManager[dict[BufferKey, Tensor | None]]:
         """Let the layer's code find these tensors.
 
-        Yields:
-            A dict that holds, once the context is left, the buffers as the code left them.
+        Returns:
+            The context, with a dict that holds, once it is left, the buffers as the code left them.
         """
-        outside = [(place, place.container[place.key]) for place in self._places]
-        outside_buffers = {key: _tensors_of(key)[key[1]] for key in buffers}
-        containers = [(attributes, name, attributes[name]) for attributes, name in self._containers]
-        derived = [(weight, weight.get()) for weight in self._derived]
-        left: dict[BufferKey, Tensor | None] = {}
-        for place in self._places:
-            place.container[place.key] = parameters[place.parameter]
-        for key, tensor in buffers.items():
-            _tensors_of(key)[key[1]] = tensor
-        try:
-            yield left
-        finally:
-            for key, value in outside_buffers.items():
-                left[key] = _tensors_of(key).get(key[1])
-                _tensors_of(key)[key[1]] = value
-            for place, value in outside:
-                place.container[place.key] = value
-            # What the code made of the weights would keep them on the device.
-            for attributes, name, container in containers:
-                attributes[name] = container
-            for weight, value in derived:
-                weight.set(value)
+        return _Bound(self._places, self._containers, self._derived, parameters, buffers)
 
     def bound_weight(self, parameter: nn.Parameter) -> Tensor | None:
         """What the layer's code finds in a parameter's place, while it runs; None if it has none."""
@@ -355,27 +324,90 @@ class SwappedLayer:
         return next(found, None)
 
 
-@contextmanager
-def own_code_of(layer: SwappedLayer) -> Iterator[None]:
+class _Bound:
+    """The context in which places hold other tensors.
+
+    Args:
+        places: of parameters.
+        containers: the attributes that hold lists or dicts of these.
+        derived: the weights that hooks compute of parameters.
+        parameters: what the places hold meanwhile.
+        buffers: what the places of buffers do.
+    """
+
+    __slots__ = ("_buffers", "_containers", "_derived", "_outside", "_outside_buffers", "_parameters", "_places")
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        containers: Sequence[tuple[dict[str, Any], str]],
+        derived: Sequence[DerivedWeight],
+        parameters: Mapping[nn.Parameter, Tensor],
+        buffers: Mapping[BufferKey, Tensor],
+    ) -> None:
+        self._places, self._parameters, self._buffers = places, parameters, buffers
+        self._containers: Any = containers
+        self._derived: Any = derived
+
+    def __enter__(self) -> dict[BufferKey, Tensor | None]:
+        self._outside = [place.container[place.key] for place in self._places]
+        if self._containers:
+            self._containers = [(attributes, name, attributes[name]) for attributes, name in self._containers]
+        if self._derived:
+            self._derived = [(weight, weight.get()) for weight in self._derived]
+        # What was there; once the context is left, what the code left.
+        self._outside_buffers: dict[BufferKey, Tensor | None] = {}
+        parameters = self._parameters
+        for place in self._places:
+            place.container[place.key] = parameters[place.parameter]
+        for key, tensor in self._buffers.items():
+            tensors = _tensors_of(key)
+            self._outside_buffers[key], tensors[key[1]] = tensors[key[1]], tensor
+        return self._outside_buffers
+
+    def __exit__(self, *error: object) -> None:
+        for key, value in self._outside_buffers.items():
+            tensors = _tensors_of(key)
+            self._outside_buffers[key] = tensors.get(key[1])
+            tensors[key[1]] = value
+        for place, value in zip(self._places, self._outside, strict=True):
+            place.container[place.key] = value
+        # What the code made of the weights would keep them on the device.
+        for attributes, name, container in self._containers:
+            attributes[name] = container
+        for weight, value in self._derived:
+            weight.set(value)
+
+
+class OwnCodeOf:
     """The context of a layer's own code, which finds its own parameters and must use no others.
 
     Their gradients would not leave the layer, and a lane that waited for them would wait with the layer's weights bound.
     """
-    before = layer_of_caller()
-    _within.layer = layer
-    try:
-        yield
-    finally:
-        _within.layer = before
+
+    __slots__ = ("_before", "_layer")
+
+    def __init__(self, layer: SwappedLayer) -> None:
+        self._layer = layer
+
+    def __enter__(self) -> None:
+        self._before, _within.layer = _within.layer, self._layer
+
+    def __exit__(self, *error: object) -> None:
+        _within.layer = self._before
+
+
+class _Within(threading.local):
+    layer: SwappedLayer | None = None
+
+
+# Of each lane.
+_within = _Within()
 
 
 def layer_of_caller() -> SwappedLayer | None:
     """The layer whose own code the calling thread is in, if it is in one's."""
-    return getattr(_within, "layer", None)
-
-
-# Of each lane.
-_within = threading.local()
+    return _within.layer
 
 
 def version_of(tensor: Tensor) -> int:

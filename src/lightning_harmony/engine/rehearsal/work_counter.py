@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
-from lightning_harmony.engine.layers.narrow import is_view
+from lightning_harmony.engine.structures.operations import is_view
 from lightning_harmony.engine.structures.parts import have_composed
 from lightning_harmony.plan.outlook.work import Work
 

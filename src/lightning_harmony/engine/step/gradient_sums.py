@@ -156,13 +156,11 @@ class GradientSums:
         """Hand over the gradients of those packs of which no further backward is expected."""
         if self._step.is_reentrant or not self._placement.plan.just_in_time:
             return
-        self._deliver(
-            index
-            for index in packs
-            if index not in self._delivered
-            and any(pack.accumulators or pack.parked for pack in self._placement.copies(index))
-            and not self._step.turns.expects_backward(index)
-        )
+        for index in packs:
+            if index in self._delivered or self._step.turns.expects_backward(index):
+                continue
+            if any(pack.accumulators or pack.parked for pack in self._placement.copies(index)):
+                self._deliver((index,))
 
     def deliver_rest(self) -> None:
         """Hand over all that is left."""

@@ -76,18 +76,21 @@ class Granting:
             return
         residents = self._residents[granted.device]
         with residents.device.scheduling():
-            self._observer.end_turn(granted)
-            self._recorder.leave()
+            if self._observer.observes_turns:
+                self._observer.end_turn(granted)
+            if self._recorder.is_recording:
+                self._recorder.leave()
             granted.progress.transfers.launched.end_turn()
             residents.stash.retire()
             residents.device.leaving.retire()
             if self._step.in_backward and granted.pack is not None:
-                self._sums.deliver_final([granted.pack.index])
+                self._sums.deliver_final((granted.pack.index,))
         self._step.granted = None
 
     def _grant(self, progress: LaneProgress) -> None:
         step, lane, preparation = self._step, progress.lane, self._preparation
-        number, request = step.turns.device_of(progress), lane.request
+        turns, request = step.turns, lane.request
+        number = turns.device_of(progress) if turns.has_several_devices else 0
         residents = self._residents[number]
         with residents.device.scheduling():
             step.random.switch_to(lane.microbatch)
@@ -102,9 +105,12 @@ class Granting:
                     preparation.enter_loss(progress)
                 else:
                     preparation.enter(progress, Place(pack, phase, request.position))
-                    step.turns.take(progress, number)
+                    if turns.has_several_devices:
+                        turns.take(progress, number)
             step.listeners.on_switch(lane.microbatch)
-            self._observer.begin_turn(residents.device, phase, pack)
-            preparation.note_task(number, progress, phase, pack)
+            if self._observer.observes_turns:
+                self._observer.begin_turn(residents.device, phase, pack)
+            if self._recorder.is_recording:
+                preparation.note_task(number, progress, phase, pack)
             if request is None:
                 progress.transfers.launched.begin(number)

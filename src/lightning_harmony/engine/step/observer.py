@@ -95,11 +95,16 @@ class Observer:
         is_watching: whether it is to show which weights may be narrow.
         is_timing: whether its turns are timed as they come, by the plan.
         has_seen_narrow: whether what was measured is the work with narrow weights, after those were watched.
+        observes_turns: whether anything is to be seen of turns.
+        is_profiling: whether times and copies are measured, too: in the step that is to be planned, while it goes layer by
+            layer.
+        work: work space of the kind of step that runs.
     """
 
     def __init__(self, step: Step, placement: Placement, traffic: Traffic, profiler: Profiler, pool: HostPool) -> None:
         self.works = {is_training: WorkSpace() for is_training in (True, False)}
-        self.is_training = self.is_measuring = True
+        self.is_training = self.is_measuring = self.is_profiling = self.observes_turns = True
+        self.work = self.works[True]
         self.is_watching = self._has_watched = self.is_timing = self.has_seen_narrow = False
         self._watched: set[int] = set()
         self._step = step
@@ -117,16 +122,6 @@ class Observer:
         self._launched: TimedVisit | None = None
 
     @property
-    def work(self) -> WorkSpace:
-        """Of the kind of step that runs."""
-        return self.works[self.is_training]
-
-    @property
-    def is_profiling(self) -> bool:
-        """Whether times and copies are measured, too: in the step that is to be planned, while it goes layer by layer."""
-        return self.is_measuring and self.is_training
-
-    @property
     def has_seen_casts(self) -> bool:
         """Whether the step has shown which weights may be narrow."""
         return self.is_watching and bool(self._watched)
@@ -137,6 +132,8 @@ class Observer:
         """A step of microbatches of so many elements begins."""
         self.is_training, self.is_measuring, self.is_watching = is_training, is_measuring, is_watching
         self.is_timing, self.has_seen_narrow, self.num_elements = is_timing, False, num_elements
+        self.is_profiling, self.observes_turns = is_measuring and is_training, is_measuring or is_timing
+        self.work = self.works[is_training]
         if is_timing:
             self._profiler.begin_visits()
         if self.is_profiling:
@@ -296,10 +293,7 @@ class Observer:
 
     @contextmanager
     def measuring_graph(self, layer: SwappedLayer, device: Device) -> Iterator[None]:
-        """The context in which a layer's graph is made again."""
-        if not self.is_measuring:
-            yield
-            return
+        """The context in which a layer's graph is made again, in a step that is measured."""
         times = self.is_profiling and self._observation is not None
         before, began = device.allocated_bytes(), device.moment() if times else None
         yield

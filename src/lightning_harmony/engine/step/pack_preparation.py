@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,50 @@ from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase, Task
 
 _NONE: frozenset[int] = frozenset()
+
+
+class _Stay:
+    """The context in which a layer resides on the device.
+
+    Args:
+        preparation: makes it resident.
+        profiler: is told what the layer's forward stashes; None where nobody asks.
+        traffic: counts that.
+        progress: of the lane that comes.
+        layer: the layer.
+        phase: in which it comes.
+    """
+
+    __slots__ = ("_layer", "_phase", "_preparation", "_profiler", "_progress", "_residency", "_stashed", "_traffic")
+
+    _residency: Residency
+    _stashed: int
+
+    def __init__(
+        self,
+        preparation: PackPreparation,
+        profiler: Profiler | None,
+        traffic: Traffic,
+        progress: LaneProgress,
+        layer: SwappedLayer,
+        phase: Phase,
+    ) -> None:
+        self._preparation, self._profiler, self._traffic = preparation, profiler, traffic
+        self._progress, self._layer, self._phase = progress, layer, phase
+
+    def __enter__(self) -> Residency:
+        self._residency = residency = self._preparation.come(self._progress, self._layer, self._phase)
+        self._stashed = self._traffic.swapped_out["stash"]
+        return residency
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            return
+        if self._profiler is not None and self._phase is Phase.FORWARD:
+            # The code behind the layer stashes, too.
+            self._profiler.note_input(self._layer, self._traffic.swapped_out["stash"] - self._stashed)
+        if self._layer.module is not None:
+            self._residency.last_use = self._residency.device.record()
 
 
 @dataclass(eq=False, repr=False)
@@ -54,38 +98,43 @@ class PackPreparation:
 
     def _refuse_forward_mode(self, layer: SwappedLayer) -> None:
         """The tangents of forward-mode derivatives are the process's: who ends a level ends it for all microbatches."""
-        if torch.autograd.forward_ad._current_level >= 0 and not self._step.is_sequential:
+        if not self._step.is_sequential:
             raise UnsupportedModelError(
                 f"{layer.name!r} is swapped in within a forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad), "
                 "whose state all microbatches share: take a copy of the parameter before, parameter.clone(), or use "
                 "num_microbatches=1"
             )
 
-    @contextmanager
-    def visit(self, progress: LaneProgress, layer: SwappedLayer, phase: Phase) -> Iterator[Residency]:
+    def visit(self, progress: LaneProgress, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
         """Wait for a layer's turn; within the context it resides on the device."""
-        placement = self._placement
+        profiler = self._profiler if self._observer.is_profiling else None
+        return _Stay(self, profiler, self._traffic, progress, layer, phase)
+
+    def come(self, progress: LaneProgress, layer: SwappedLayer, phase: Phase) -> Residency:
+        """Wait for a layer's turn: from then on it resides on the device."""
+        placement, step = self._placement, self._step
         index = placement.pack_of[layer.index]
         number = placement.device_of(index)
         residents = placement.residents[number]
         pack = residents.packs[index]
         if phase is Phase.FORWARD:
             progress.calls.append(layer.index)
-            if self._step.watch is not None and not progress.differentiating:
-                self._step.watch.at_call(layer.name)
+            if step.watch is not None and not progress.differentiating:
+                step.watch.at_call(layer.name)
         if progress.task != (phase, index) or pack.residency is None:
             position = placement.plan.position(phase, index, progress.position[phase])
             request = Request(phase, index, position)
             if self._may_go_on(progress, request):
-                if self._step.granted is not None:
-                    self._step.granted.pack, self._step.granted.phase = pack, phase
+                if step.granted is not None:
+                    step.granted.pack, step.granted.phase = pack, phase
                 with Unseen(), residents.device.scheduling():
                     self._recorder.leave()
                     self.enter(progress, Place(pack, phase, position))
                     self.note_task(number, progress, phase, pack)
                     self._observer.go_on(residents.device, phase, pack)
             else:
-                self._refuse_forward_mode(layer)
+                if torch.autograd.forward_ad._current_level >= 0:
+                    self._refuse_forward_mode(layer)
                 progress.lane.park(request)
         else:
             # Between the layers of a pack, what the last one left to be swapped out may still be there.
@@ -106,13 +155,7 @@ class PackPreparation:
             # Glue reads its parameters in the lane's own work, which has only heard of the layers it came through.
             with residents.device.selected():
                 residency.ready.wait()
-        stashed = self._traffic.swapped_out["stash"]
-        yield residency
-        if self._observer.is_profiling and phase is Phase.FORWARD:
-            # The code behind the layer stashes, too.
-            self._profiler.note_input(layer, self._traffic.swapped_out["stash"] - stashed)
-        if layer.module is not None:
-            residency.last_use = residents.device.record()
+        return residency
 
     def turn_on(self, progress: LaneProgress, number: int) -> Request | None:
         """What a lane asks for next in its backward; None unless that is a turn of its own, on a device with a number."""
@@ -121,7 +164,7 @@ class PackPreparation:
             return None
         position = progress.position[Phase.BACKWARD]
         pack = next(plan.upcoming(Phase.BACKWARD, position), None)
-        if pack is None or not progress.pending[pack] or self._placement.device_of(pack) != number:
+        if pack is None or not progress.pending.get(pack) or self._placement.device_of(pack) != number:
             return None
         request = Request(Phase.BACKWARD, pack, plan.position(Phase.BACKWARD, pack, position))
         return None if self._may_go_on(progress, request) else request

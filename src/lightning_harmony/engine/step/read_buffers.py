@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_harmony.engine.lanes.lane import AnyLane, current_lane
+from lightning_harmony.engine.lanes.lane import AnyLane, this_thread
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer_of, version_of
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.operations import Unseen
@@ -64,7 +64,7 @@ class ReadBuffers:
         Raises:
             UnsupportedModelError: if the lane has changed an older copy.
         """
-        copies = self._copies.setdefault(current_lane(), {})
+        copies = self._copies.setdefault(this_thread.lane, {})
         known = copies.get((key, device))
         if known is not None:
             if known.is_of_now(key):
@@ -84,7 +84,7 @@ class ReadBuffers:
         Raises:
             UnsupportedModelError: naming the buffer.
         """
-        for (key, _), copy in self._copies.pop(current_lane(), {}).items():
+        for (key, _), copy in self._copies.pop(this_thread.lane, {}).items():
             copy.refuse_changed(key)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.device import NO_CONTEXT, Device
 from lightning_harmony.engine.glue.one_device import OneDevice
 from lightning_harmony.engine.glue.views import Views
 from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
@@ -69,11 +69,13 @@ class Runtime:
 
     def __post_init__(self) -> None:
         self._devices = self._transfers.devices
+        self._has_one_device = len(self._devices) == 1
         self.open_call = OpenCall(self.visit)
 
     def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
         """Wait for a layer's turn; within the context it resides on the device."""
-        self.open_call.leave()
+        if self.open_call.call is not None:
+            self.open_call.leave()
         progress = self._step.current()
         if progress is None:
             if self._step.granted is not None:
@@ -123,7 +125,7 @@ class Runtime:
         if progress is None and self.home(tensor) is None:
             # Who calls a layer outside of a step may have made its inputs beside the parameters, on the host.
             return tensor.to(residency.device.torch_device)
-        if len(self._devices) == 1:
+        if self._has_one_device:
             return tensor
         number = self._devices.index(residency.device)
         transfers = LaneTransfers(Launched(self._transfers)) if progress is None else progress.transfers
@@ -134,13 +136,13 @@ class Runtime:
 
     def note_made(self, result: Any) -> None:
         """A layer's code has returned something: what is sent to another device waits for that alone."""
-        progress = None if len(self._devices) == 1 else self._step.current()
+        progress = None if self._has_one_device else self._step.current()
         if progress is not None:
             progress.transfers.launched.note_made(tensors_of(result))
 
     def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
         """A tensor on a layer's device, without its graph."""
-        progress = None if len(self._devices) == 1 else self._step.current()
+        progress = None if self._has_one_device else self._step.current()
         if progress is None:
             return tensor
         return progress.transfers.copy(tensor, self._devices.index(residency.device))
@@ -158,13 +160,11 @@ class Runtime:
 
     def calling(self) -> AbstractContextManager[None]:
         """The context of a layer's call."""
-        glue = self._current_glue()
-        return nullcontext() if glue is None else glue.off()
+        glue = None if self._has_one_device else self._current_glue()
+        return NO_CONTEXT if glue is None else glue.off()
 
     def _current_glue(self) -> OneDevice | None:
-        if len(self._devices) == 1:
-            return None
-        progress = self._step.current()
+        progress = None if self._has_one_device else self._step.current()
         return None if progress is None else progress.glue
 
     def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -180,7 +180,7 @@ class Runtime:
 
     def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
         """The code between layers sees what a layer has left in these of its buffers, which the host's are not yet."""
-        if keys and self._step.current() is not None:
+        if self._step.current() is not None:
             self._model.show_buffers(layer, {key: residency.buffers[key] for key in keys}, self)
 
     def read_buffer(self, layer: SwappedLayer, key: BufferKey) -> Tensor:
@@ -372,6 +372,8 @@ class Runtime:
 
     def measuring_graph(self, layer: SwappedLayer) -> AbstractContextManager[None]:
         """The context in which a layer's graph is made again."""
+        if not self._observer.is_measuring:
+            return NO_CONTEXT
         device = self._placement.residents_of(self._placement.pack_of[layer.index]).device
         return self._observer.measuring_graph(layer, device)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.lanes.lane import AnyLane, current_lane
+from lightning_harmony.engine.lanes.lane import AnyLane, this_thread
 from lightning_harmony.engine.lanes.rng import RandomStreams
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
@@ -181,4 +181,4 @@ class Step:
 
     def current(self) -> LaneProgress | None:
         """How far the calling lane has come; None outside of lanes."""
-        return self._progress.get(current_lane())
+        return self._progress.get(this_thread.lane)

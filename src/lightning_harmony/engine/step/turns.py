@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from math import inf
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -93,11 +95,11 @@ class LaneProgress:
     ready_at: int = 0
     task: tuple[Phase, int] | None = None
     position: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
-    uses: Counter[int] = field(default_factory=Counter)
+    uses: defaultdict[int, int] = field(default_factory=partial(defaultdict, int))
     tokens: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     views: Views = field(default_factory=Views)
     given: set[nn.Parameter] = field(default_factory=set)
-    pending: Counter[int] = field(default_factory=Counter)
+    pending: defaultdict[int, int] = field(default_factory=partial(defaultdict, int))
     calls: list[int] = field(default_factory=list)
     last_filled: dict[BufferKey, Tensor | None] = field(default_factory=dict)
     differentiating: bool = False
@@ -117,6 +119,10 @@ class Turns:
         plan: what runs where.
         having_buffers: the packs whose layers have buffers, which they may change.
         fuses: whether the lane that comes to the fused packs goes through them to its loss and back.
+
+    Attributes:
+        running: the same lanes.
+        has_several_devices: whether there are several, so that it counts when which one is free.
     """
 
     def __init__(
@@ -124,7 +130,7 @@ class Turns:
     ) -> None:
         self.running = running
         self._plan = plan
-        self._has_several_devices = plan.num_devices > 1
+        self.has_several_devices = plan.num_devices > 1
         self._having_buffers = having_buffers
         self._fuses = fuses
         self._groups = plan.groups
@@ -141,18 +147,21 @@ class Turns:
         # To go on takes no change of threads, and the order of work is the same on each device.
         if (
             previous is not None
-            and self._has_several_devices
+            and self.has_several_devices
             and self._groups
             and not previous.lane.finished
             and self._is_first_on_its_device(previous)
             and self._may_run(previous, until)
         ):
             return previous
-        chosen, its_turn = None, (0, 0, _FIRST)
+        chosen: LaneProgress | None = None
+        its_turn: tuple[Any, ...] = ()
         for progress in self.running:
             if progress.lane.finished:
                 continue
-            turn = self._turn(progress)
+            request = progress.lane.request
+            place = _FIRST if request is None else request.place
+            turn = self._turn(progress, place) if self.has_several_devices or not self._groups else place
             # Last: it looks at all lanes again.
             if (chosen is None or turn < its_turn) and self._may_run(progress, until):
                 chosen, its_turn = progress, turn
@@ -161,7 +170,7 @@ class Turns:
     def device_of(self, progress: LaneProgress) -> int:
         """The number of the device of what a lane asks for: the backward of its loss, where the last pack is."""
         request = progress.lane.request
-        if not self._has_several_devices or request is None:
+        if not self.has_several_devices or request is None:
             return 0
         packs = self._plan.visits[-1:] if request.pack is None else (request.pack,)
         return self._plan.device_of(packs[0], progress.lane.microbatch) if packs else 0
@@ -176,23 +185,26 @@ class Turns:
 
     def is_overtaking(self, progress: LaneProgress, pack: int) -> bool:
         """Whether an earlier microbatch still has gradients for a pack: sums are made in the order of microbatches."""
-        return any(other.pending.get(pack) and not other.lane.finished for other in self._earlier(progress))
+        for other in self.running:
+            if other is progress:
+                break
+            if other.pending.get(pack) and not other.lane.finished:
+                return True
+        return False
 
     def have_come_to_their_losses(self) -> bool:
         """Whether all forwards are over."""
         return all(progress.has_come_to_its_loss for progress in self.running)
 
-    def _turn(self, progress: LaneProgress) -> tuple[int, int, tuple[bool, int, float]]:
+    def _turn(self, progress: LaneProgress, place: tuple[bool, int, float]) -> tuple[int, int, tuple[bool, int, float]]:
         """What sorts lanes: the soonest, as far as devices and the lane's last turn allow, then by place.
 
         Where each goes through all packs by itself, the first one comes before all places.
         """
-        request = progress.lane.request
-        place = _FIRST if request is None else request.place
         number = 0 if self._groups else progress.lane.microbatch
-        if not self._has_several_devices:
+        if not self.has_several_devices:
             return 0, number, place
-        if request is None:
+        if progress.lane.request is None:
             # It waits for no device.
             return progress.ready_at, number, place
         return max(progress.ready_at, self._free_at[self.device_of(progress)]), number, place
@@ -218,7 +230,8 @@ class Turns:
         if request is None:
             return True
         if request.phase is Phase.FORWARD:
-            return not self._is_too_early(progress, request) and not self.would_overtake(progress, request)
+            is_too_early = self._fuses and self._is_too_early(progress, request)
+            return not is_too_early and not (self.has_several_devices and self.would_overtake(progress, request))
         if request.pack is None:
             return until is Phase.BACKWARD
         if not progress.differentiating:
@@ -228,7 +241,7 @@ class Turns:
 
     def _is_too_early(self, progress: LaneProgress, request: Request) -> bool:
         """Whether a lane asks for the fused packs while one before it has not yet been through: it would have to wait."""
-        if not self._fuses or request.pack not in self._plan.fused:
+        if request.pack not in self._plan.fused:
             return False
         return not all(other.has_come_to_its_loss for other in self._earlier(progress))
 
@@ -237,7 +250,7 @@ class Turns:
 
         Those are the packs whose layers may change their buffers, and the last one: the code behind it keeps losses and sums.
         """
-        if not self._has_several_devices:
+        if not self.has_several_devices:
             return False
         if request.pack not in self._having_buffers and request.position != self._last_position:
             return False

@@ -36,11 +36,13 @@ def run_as_without_mode(func: Any, args: Any, kwargs: Any) -> Any:
 
     On the host, operations on lists of tensors leave it to those on each of them to count that they change it.
     """
-    if _is_of_lists(func):
+    # By its identity, as it lasts: to hash one takes torch code of Python's.
+    is_composed, is_of_lists, _ = _known.get(id(func)) or _look_at(func)
+    if is_of_lists:
         with _lifted(torch._C.DispatchKey.ADInplaceOrView):
             return func(*args, **kwargs)
     is_inference = torch.is_inference_mode_enabled()
-    if (is_inference or _is_composed(func)) and _is_cast():
+    if (is_inference or is_composed) and _is_cast():
         with _lifted(torch._C.DispatchKey.AutocastCPU):
             return _run(func, args, kwargs) if is_inference else func(*args, **kwargs)
     return _run(func, args, kwargs) if is_inference else func(*args, **kwargs)
@@ -54,21 +56,29 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-@cache
+# Of operations, by their identities: whether one is composed of others, or of lists, and itself.
+_known: dict[int, tuple[bool, bool, Any]] = {}
+
+
+def _look_at(func: Any) -> tuple[bool, bool, Any]:
+    found = _known[id(func)] = _is_composed(func), func.name().startswith("aten::_foreach_"), func
+    return found
+
+
 def _is_composed(func: Any) -> bool:
     """Whether an operation is one of others, and none of those that autocast casts for."""
     # The fast path of a layer of torch, which has a kernel that calls others.
     if func is torch.ops.aten._transformer_encoder_layer_fwd.default:
         return True
-    # Torch's own operations call such ones, within what autocast has cast for.
-    if func.name().startswith("aten::_"):
+    # Torch's own operations call such ones, within what autocast has cast for. A view computes nothing.
+    if func.name().startswith("aten::_") or is_view(func):
         return False
     return not _has_kernel(func, "CPU") and not _has_kernel(func, "AutocastCPU")
 
 
-@cache
-def _is_of_lists(func: Any) -> bool:
-    return bool(func.name().startswith("aten::_foreach_"))
+def is_view(func: Any) -> bool:
+    """Whether an operation returns a view and changes nothing."""
+    return not func._schema.is_mutable and any(result.alias_info is not None for result in func._schema.returns)
 
 
 @cache
@@ -89,7 +99,7 @@ def _is_cast() -> bool:
 
 # All that runs where a mode has been called.
 WITHOUT_MODE = (
-    run_as_without_mode, _run, _is_composed.__wrapped__, _is_of_lists.__wrapped__, _has_kernel.__wrapped__, _lifted, _is_cast,
+    run_as_without_mode, _run, _look_at, _is_composed, is_view, _has_kernel.__wrapped__, _lifted, _is_cast,
 )  # fmt: skip
 
 

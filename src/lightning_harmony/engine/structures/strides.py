@@ -64,7 +64,7 @@ def copied(tensor: Tensor) -> Tensor:
     """A copy with the same strides. `Tensor.clone` makes one of its own of what is not dense; a subclass may do anything."""
     if is_composed(tensor):
         return made_of(tensor, map(copied, parts_of(tensor)))
-    if not has_strides(tensor):
+    if not has_strides(tensor) or tensor.is_contiguous():
         return Tensor.clone(tensor)
     return restore(Tensor.clone(compact(tensor)), tensor.size(), tensor.stride())
 

@@ -8,6 +8,8 @@ class Kind:
     """What a task does: a phase, or an errand for one."""
 
     value: str
+    # An enum's own is Python code, which takes several times as long.
+    __hash__ = object.__hash__
 
 
 class Phase(Kind, Enum):
