@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from itertools import islice
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn, overrides
@@ -334,9 +334,18 @@ def _stream(name: str) -> OfProcess:
 _read_warnings, _write_warnings = _attributes(warnings, "filters", "showwarning", "_showwarnmsg_impl")
 
 
-def _warnings() -> tuple[_Objects, _Objects]:
+class _Warnings:
     """The list of filters and what shows warnings; and what is in the list, which code may change in place."""
-    return _read_warnings(), _Objects(warnings.filters)
+
+    def __init__(self) -> None:
+        self._newest = _Objects(), _Objects()
+
+    def read(self) -> tuple[_Objects, _Objects]:
+        objects, filters = _read_warnings(), warnings.filters
+        before, content = self._newest
+        if objects is not before or len(content) != len(filters) or not all(map(is_, content, filters)):
+            self._newest = objects, _Objects(filters)
+        return self._newest
 
 
 def _set_warnings(value: tuple[_Objects, _Objects]) -> None:
@@ -357,7 +366,7 @@ OF_PROCESS = (
     OfProcess("the hooks of all modules", _global_hooks, _set_global_hooks),
     OfProcess("the switch of the garbage collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     OfProcess("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
-    OfProcess("warnings.filters", _warnings, _set_warnings),
+    OfProcess("warnings.filters", _Warnings().read, _set_warnings),
     _stream("stdout"),
     _stream("stderr"),
 )
@@ -371,11 +380,17 @@ class ProcessState(tuple[Any, ...]):
     """The state of the process at one moment, in the order of `OF_PROCESS`."""
 
     __slots__ = ()
+    # Most moments find the same, and then there is one object for them.
+    _newest: ClassVar[ProcessState | None] = None
 
     @classmethod
     def capture(cls) -> ProcessState:
         """The state now."""
-        return cls([get() for get in _GETS])
+        state, newest = cls([get() for get in _GETS]), ProcessState._newest
+        if newest is not None and state == newest:
+            return newest
+        ProcessState._newest = state
+        return state
 
     def enter(self, found: ProcessState | None = None) -> ProcessState:
         """Make it so again.
@@ -388,7 +403,7 @@ class ProcessState(tuple[Any, ...]):
         """
         if found is None:
             found = ProcessState.capture()
-        if found != self:
+        if found is not self:
             for kind, now, wanted in zip(OF_PROCESS, found, self, strict=True):
                 # To set some takes longer than a change of lanes.
                 if now != wanted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +53,8 @@ class CallWeights:
     ) -> None:
         self._layer, self._runtime, self._anchor = layer, runtime, anchor
         self._is_compiled, self._with_graph = is_compiled, with_graph
-        self.trained = [parameter for parameter in layer.parameters if parameter.requires_grad]
+        self._flags = [parameter.requires_grad for parameter in layer.parameters]
+        self.trained = list(compress(layer.parameters, self._flags))
         if layer.held and not layer.held.keys().isdisjoint(self.trained):
             raise UnsupportedModelError(
                 f"layer {layer.name!r} is to train a parameter that it has set in its forward while that was frozen: freeze "
@@ -66,23 +68,29 @@ class CallWeights:
     def bind(self, call: LayerCall) -> Mapping[nn.Parameter, Tensor]:
         """The weights for the layer's code, in the caller's graph: their gradients go to the pack's sum."""
         trained, residency = self.trained, call.residency
-        self._flag(residency)
+        own = self._flag(residency)
         leaves = residency.leaves
         if not (trained and self._with_graph):
             return self._shown(leaves, residency)
         self._gradients = WeightGradients(call, trained)
-        weights = [detached(leaves[parameter]) for parameter in trained]
+        weights = list(map(detached, compress(own, self._flags)))
         with saved_tensors_hooks(self._gradients.save, self._gradients.load):
-            *taps, self._end = _Weights.apply(self._anchor, self._gradients, weights)
+            *taps, self._end = _apply(self._anchor, self._gradients, weights)
         return self._shown(self.as_found(trained, taps, residency), residency)
 
-    def _flag(self, residency: Residency) -> None:
-        """Have those need gradients that did so when the layer was called: a step may say otherwise for a while."""
-        trained = set(self.trained)
-        for parameter in self._layer.parameters:
-            leaf = residency.leaves[parameter]
-            if leaf.requires_grad != (parameter in trained):
-                leaf.requires_grad_(parameter in trained)
+    def _flag(self, residency: Residency) -> Sequence[nn.Parameter]:
+        """Have those need gradients that did so when the layer was called: a step may say otherwise for a while.
+
+        Returns:
+            All of the layer's, in the order of its parameters.
+        """
+        layer, found = self._layer, residency.leaves_by_layer.get(self._layer)
+        if found is None:
+            found = residency.leaves_by_layer[layer] = [residency.leaves[parameter] for parameter in layer.parameters]
+        for leaf, flag in zip(found, self._flags, strict=True):
+            if leaf.requires_grad is not flag:
+                leaf.requires_grad_(flag)
+        return found
 
     def bind_again(self, residency: Residency) -> Mapping[nn.Parameter, Tensor]:
         """The same weights, in the same graph: code that runs in the backward may differentiate to them."""
@@ -292,6 +300,10 @@ class _Weights(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.gradients.take(gradients[:-1], ctx.next_functions[0][0])
         return None, None, None
+
+
+# Not by way of `apply` of torch's own, which looks for transformations: no layer is called in one.
+_apply: Callable[..., tuple[Tensor, ...]] = vars(torch._C._FunctionBase)["apply"].__get__(None, _Weights)
 
 
 class _Widened(torch.autograd.Function):

@@ -160,7 +160,7 @@ class Swapper:
         uses = [self._device.record()] if residency.last_use is None else [residency.last_use]
         self._start_write_back(pack, residency, uses)
         uses += [residency.ready, *residency.beside]
-        residency.leaves, residency.shown = {}, {}
+        residency.leaves, residency.leaves_by_layer, residency.shown = {}, {}, {}
         # An autograd function may keep weights beside what autograd saves, as that of a quantized product does.
         if not residency.is_handed_over:
             self._device.free(residency.weights, uses, is_kept=num_users(residency.weights) > ALONE)

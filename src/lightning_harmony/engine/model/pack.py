@@ -151,6 +151,7 @@ class Residency:
         beside: the ends of what has used them beside what computes.
         graphs: calls of the layers that need no recompute, as they keep theirs as long as the weights stay.
         dirty_buffers: those that layers changed.
+        leaves_by_layer: those of each layer that was called, in the order of its parameters.
         as_of: how often the host's buffers had been written when these were copied.
         masters: the parameters as they are on the host, as far as they are there. An update takes them over.
         is_handed_over: whether an update has the weights themselves, and is the last to use them.
@@ -173,6 +174,7 @@ class Residency:
     beside: list[Event] = field(default_factory=list)
     graphs: weakref.WeakSet[HasGraph] = field(default_factory=weakref.WeakSet)
     dirty_buffers: set[BufferKey] = field(default_factory=set)
+    leaves_by_layer: dict[SwappedLayer, list[nn.Parameter]] = field(default_factory=dict)
 
     @property
     def cuda_index(self) -> int | None:
@@ -203,9 +205,7 @@ class Residency:
             if not is_composed(leaf):
                 begin = int(leaf.storage_offset()) * leaf.element_size()
                 ranges[leaf.untyped_storage()._cdata].append((begin, begin + max(int(leaf.nbytes), 1), parameter))
-        for within in ranges.values():
-            within.sort(key=_begin)
-        return dict(ranges)
+        return {memory: sorted(within, key=_begin) for memory, within in ranges.items()}
 
     def is_as_it_came(self) -> bool:
         """Whether weights that were written to are what they were, as by `weight.set_(weight)`, as far as that is known."""
