@@ -30,7 +30,14 @@ class NumpyState(NamedTuple):
     def capture(cls) -> NumpyState | None:
         """Read the generator as it is; None where NumPy isn't loaded."""
         module = sys.modules.get("numpy.random")
-        return None if module is None or not hasattr(module, "get_state") else _read(module)
+        if module is None or not hasattr(module, "get_state"):
+            return None
+        memory, newest = _memory.of(module), _memory.newest
+        if memory is not None and newest is not None and newest.gauss is None and memory.tobytes() == newest.content:
+            # A number that is ready was drawn as one of two, and they as others.
+            return newest
+        _memory.newest = _state_of(module.get_state(legacy=False))
+        return _memory.newest
 
     @classmethod
     def seeded(cls, seed: int) -> NumpyState | None:
@@ -50,10 +57,10 @@ class NumpyState(NamedTuple):
         Args:
             now: the one that it is in, if that is known.
         """
-        module = sys.modules["numpy.random"]
-        now = now or _read(module)
-        if now == self:
+        now = now or NumpyState.capture()
+        if now is self or now == self or now is None:
             return
+        module = sys.modules["numpy.random"]
         memory = _memory.of(module)
         if memory is None or now.gauss is not None or self.gauss is not None:
             module.set_state(self._for_numpy(module))
@@ -114,15 +121,6 @@ def _find(module: Any, generator: Any) -> memoryview | None:
     content = (ctypes.c_ubyte * _NUM_BYTES).from_address(generator.ctypes.state_address)
     memory = memoryview(content).cast("B")
     return memory if memory.tobytes() == _state_of(state).content else None
-
-
-def _read(module: Any) -> NumpyState:
-    memory, newest = _memory.of(module), _memory.newest
-    if memory is not None and newest is not None and newest.gauss is None and memory.tobytes() == newest.content:
-        # A number that is ready was drawn as one of two, and they as others.
-        return newest
-    _memory.newest = _state_of(module.get_state(legacy=False))
-    return _memory.newest
 
 
 def _state_of(state: Any) -> NumpyState:

@@ -181,7 +181,8 @@ def _get_python_state() -> Any:
 
 
 def _set_python_state(saved: Any) -> None:
-    generator, state = _python_generator(), _python_state()
+    generator: Any = random.random.__self__  # type: ignore[attr-defined]
+    state = _python_state()
     if state is None:
         generator.setstate(saved)
     else:

@@ -183,8 +183,6 @@ class Stash:
         Raises:
             UnsupportedModelError: if a tensor was modified in place before it was swapped out.
         """
-        if not self.pending:
-            return False
         retired = False
         while self.pending and (wait or self.pending[0][0].done()):
             event, tensor, version, _ = self.pending.popleft()

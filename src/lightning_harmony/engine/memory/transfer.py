@@ -180,8 +180,6 @@ class Launched:
 
     def end_turn(self) -> None:
         """Others launch work from now on."""
-        if len(self._devices) == 1:
-            return
         for number in self._in_turn:
             with self._devices[number].scheduling():
                 self._until[number] = self._devices[number].record()

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.model.attributes import AttributesOfLayer
 from lightning_harmony.engine.model.companions import Companions, changes_data
-from lightning_harmony.engine.model.derived import DerivedWeight, derived_weights
+from lightning_harmony.engine.model.derived import derived_weights
 from lightning_harmony.engine.model.parameter_places import Place, containers_of, places_of
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
 from lightning_harmony.errors import UnsupportedModelError
@@ -316,7 +316,7 @@ class SwappedLayer:
         Returns:
             The context, with a dict that holds, once it is left, the buffers as the code left them.
         """
-        return _Bound(self._places, self._containers, self._derived, parameters, buffers)
+        return _Bound(self, parameters, buffers)
 
     def bound_weight(self, parameter: nn.Parameter) -> Tensor | None:
         """What the layer's code finds in a parameter's place, while it runs; None if it has none."""
@@ -325,29 +325,16 @@ class SwappedLayer:
 
 
 class _Bound:
-    """The context in which places hold other tensors.
-
-    Args:
-        places: of parameters.
-        containers: the attributes that hold lists or dicts of these.
-        derived: the weights that hooks compute of parameters.
-        parameters: what the places hold meanwhile.
-        buffers: what the places of buffers do.
-    """
+    """The context in which a layer's code finds other tensors, as `SwappedLayer.bound` says."""
 
     __slots__ = ("_buffers", "_containers", "_derived", "_outside", "_outside_buffers", "_parameters", "_places")
 
     def __init__(
-        self,
-        places: Sequence[Place],
-        containers: Sequence[tuple[dict[str, Any], str]],
-        derived: Sequence[DerivedWeight],
-        parameters: Mapping[nn.Parameter, Tensor],
-        buffers: Mapping[BufferKey, Tensor],
+        self, layer: SwappedLayer, parameters: Mapping[nn.Parameter, Tensor], buffers: Mapping[BufferKey, Tensor]
     ) -> None:
-        self._places, self._parameters, self._buffers = places, parameters, buffers
-        self._containers: Any = containers
-        self._derived: Any = derived
+        self._places, self._parameters, self._buffers = layer._places, parameters, buffers
+        self._containers: Any = layer._containers
+        self._derived: Any = layer._derived
 
     def __enter__(self) -> dict[BufferKey, Tensor | None]:
         self._outside = [place.container[place.key] for place in self._places]

@@ -80,8 +80,10 @@ class Granting:
                 self._observer.end_turn(granted)
             if self._recorder.is_recording:
                 self._recorder.leave()
-            granted.progress.transfers.launched.end_turn()
-            residents.stash.retire()
+            if self._step.turns.has_several_devices:
+                granted.progress.transfers.launched.end_turn()
+            if residents.stash.pending:
+                residents.stash.retire()
             residents.device.leaving.retire()
             if self._step.in_backward and granted.pack is not None:
                 self._sums.deliver_final((granted.pack.index,))

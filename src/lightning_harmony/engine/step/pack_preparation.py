@@ -28,47 +28,21 @@ _NONE: frozenset[int] = frozenset()
 
 
 class _Stay:
-    """The context in which a layer resides on the device.
+    """The context in which a layer resides on the device, for a lane that comes to it in a phase."""
 
-    Args:
-        preparation: makes it resident.
-        profiler: is told what the layer's forward stashes; None where nobody asks.
-        traffic: counts that.
-        progress: of the lane that comes.
-        layer: the layer.
-        phase: in which it comes.
-    """
+    __slots__ = ("_layer", "_phase", "_preparation", "_progress", "_residency", "_stashed")
 
-    __slots__ = ("_layer", "_phase", "_preparation", "_profiler", "_progress", "_residency", "_stashed", "_traffic")
-
-    _residency: Residency
-    _stashed: int
-
-    def __init__(
-        self,
-        preparation: PackPreparation,
-        profiler: Profiler | None,
-        traffic: Traffic,
-        progress: LaneProgress,
-        layer: SwappedLayer,
-        phase: Phase,
-    ) -> None:
-        self._preparation, self._profiler, self._traffic = preparation, profiler, traffic
-        self._progress, self._layer, self._phase = progress, layer, phase
+    def __init__(self, preparation: PackPreparation, progress: LaneProgress, layer: SwappedLayer, phase: Phase) -> None:
+        self._preparation, self._progress, self._layer, self._phase = preparation, progress, layer, phase
 
     def __enter__(self) -> Residency:
-        self._residency = residency = self._preparation.come(self._progress, self._layer, self._phase)
-        self._stashed = self._traffic.swapped_out["stash"]
+        residency = self._residency = self._preparation.come(self._progress, self._layer, self._phase)
+        self._stashed = self._preparation.stashed_bytes
         return residency
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:
-            return
-        if self._profiler is not None and self._phase is Phase.FORWARD:
-            # The code behind the layer stashes, too.
-            self._profiler.note_input(self._layer, self._traffic.swapped_out["stash"] - self._stashed)
-        if self._layer.module is not None:
-            self._residency.last_use = self._residency.device.record()
+        if kind is None:
+            self._preparation.go(self._layer, self._phase, self._residency, self._stashed)
 
 
 @dataclass(eq=False, repr=False)
@@ -95,6 +69,8 @@ class PackPreparation:
 
     def __post_init__(self) -> None:
         self._root = self._placement.residents[0].device.torch_device
+        self._plan = self._placement.plan
+        self._requests: dict[tuple[Phase, int, int], Request] = {}
 
     def _refuse_forward_mode(self, layer: SwappedLayer) -> None:
         """The tangents of forward-mode derivatives are the process's: who ends a level ends it for all microbatches."""
@@ -107,8 +83,20 @@ class PackPreparation:
 
     def visit(self, progress: LaneProgress, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
         """Wait for a layer's turn; within the context it resides on the device."""
-        profiler = self._profiler if self._observer.is_profiling else None
-        return _Stay(self, profiler, self._traffic, progress, layer, phase)
+        return _Stay(self, progress, layer, phase)
+
+    @property
+    def stashed_bytes(self) -> int:
+        """What was stashed so far in the step, where it is measured how much each layer stashes."""
+        return self._traffic.swapped_out["stash"] if self._observer.is_profiling else 0
+
+    def go(self, layer: SwappedLayer, phase: Phase, residency: Residency, stashed: int) -> None:
+        """A lane leaves a layer, to which it came when so much was stashed."""
+        if self._observer.is_profiling and phase is Phase.FORWARD:
+            # The code behind the layer stashes, too.
+            self._profiler.note_input(layer, self.stashed_bytes - stashed)
+        if layer.module is not None:
+            residency.last_use = residency.device.record()
 
     def come(self, progress: LaneProgress, layer: SwappedLayer, phase: Phase) -> Residency:
         """Wait for a layer's turn: from then on it resides on the device."""
@@ -122,14 +110,13 @@ class PackPreparation:
             if step.watch is not None and not progress.differentiating:
                 step.watch.at_call(layer.name)
         if progress.task != (phase, index) or pack.residency is None:
-            position = placement.plan.position(phase, index, progress.position[phase])
-            request = Request(phase, index, position)
+            request = self._request(phase, index, progress.position[phase])
             if self._may_go_on(progress, request):
                 if step.granted is not None:
                     step.granted.pack, step.granted.phase = pack, phase
                 with Unseen(), residents.device.scheduling():
                     self._recorder.leave()
-                    self.enter(progress, Place(pack, phase, position))
+                    self.enter(progress, Place(pack, phase, request.position))
                     self.note_task(number, progress, phase, pack)
                     self._observer.go_on(residents.device, phase, pack)
             else:
@@ -157,6 +144,16 @@ class PackPreparation:
                 residency.ready.wait()
         return residency
 
+    def _request(self, phase: Phase, pack: int, start: int) -> Request:
+        """What a lane asks for that comes to a pack, having come as far as a position. All lanes ask for the same."""
+        plan, key = self._placement.plan, (phase, pack, start)
+        if plan is not self._plan:
+            self._plan, self._requests = plan, {}
+        found = self._requests.get(key)
+        if found is None:
+            found = self._requests[key] = Request(phase, pack, plan.position(phase, pack, start))
+        return found
+
     def turn_on(self, progress: LaneProgress, number: int) -> Request | None:
         """What a lane asks for next in its backward; None unless that is a turn of its own, on a device with a number."""
         plan, task = self._placement.plan, progress.task
@@ -166,7 +163,7 @@ class PackPreparation:
         pack = next(plan.upcoming(Phase.BACKWARD, position), None)
         if pack is None or not progress.pending.get(pack) or self._placement.device_of(pack) != number:
             return None
-        request = Request(Phase.BACKWARD, pack, plan.position(Phase.BACKWARD, pack, position))
+        request = self._request(Phase.BACKWARD, pack, position)
         return None if self._may_go_on(progress, request) else request
 
     def _may_go_on(self, progress: LaneProgress, request: Request) -> bool:
