@@ -155,15 +155,3 @@ def test_memory_that_a_lane_asks_for_is_made_on_all_cores(
     monkeypatch.setattr(touched_memory.ctypes, "memset", noted)
     in_lane(shared, lambda: touched_memory.touched_buffer(3 * touched_memory.PIECE_BYTES))
     assert found == [cores] * 3
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system tells threads nothing of turns")
-def test_lanes_on_a_shared_core_wait_until_it_is_free_and_what_they_start_does_not(shared: LanePool) -> None:
-    def policy() -> int:
-        return os.sched_getscheduler(0)
-
-    before, stream, found = policy(), HostStream("test"), list[int]()
-    assert in_lane(shared, policy) == (os.SCHED_BATCH if before == os.SCHED_OTHER else before)
-    in_lane(shared, lambda: stream.submit(lambda: found.append(policy())).synchronize())
-    stream.close()
-    assert found == [before]

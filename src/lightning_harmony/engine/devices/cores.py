@@ -24,17 +24,10 @@ def core_of_caller() -> int | None:
 
 
 def keep_to(core: int, thread: threading.Thread) -> None:
-    """Let a thread run on one core alone, and those that it starts from now on. It waits its turn there.
-
-    Who hands the baton on wakes the next lane while it has Python's lock itself. A lane that took the core at once would only
-    wait for that lock, and give the core back: two more changes of threads.
-    """
-    # The core may have been taken from this process, or it may choose nothing.
+    """Let a thread run on one core alone, and those that it starts from now on."""
+    # The core may have been taken from this process.
     with suppress(OSError):
-        number = thread.native_id or 0
-        os.sched_setaffinity(number, {core})
-        if os.sched_getscheduler(number) == os.SCHED_OTHER:
-            os.sched_setscheduler(number, os.SCHED_BATCH, os.sched_param(0))
+        os.sched_setaffinity(thread.native_id or 0, {core})
 
 
 def siblings_of(core: int) -> frozenset[int]:
@@ -58,9 +51,6 @@ def run_anywhere(besides: Collection[int] = ()) -> None:
         with suppress(OSError):
             cores = os.sched_getaffinity(os.getpid())
             os.sched_setaffinity(0, cores.difference(besides) or cores)
-            # Not as a lane, if one has started it.
-            if os.sched_getscheduler(0) == os.SCHED_BATCH != os.sched_getscheduler(os.getpid()):
-                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def start_computing_threads() -> None:
