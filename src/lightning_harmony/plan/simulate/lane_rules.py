@@ -13,8 +13,8 @@ from lightning_harmony.plan.simulate.replay_state import (
     NotYetError,
     ReplayState,
     Stashed,
+    seconds_of,
 )
-from lightning_harmony.plan.simulate.update_stream import seconds_of
 from lightning_harmony.plan.values.task import COMPUTE, Errand, Kind, Phase, Task
 
 

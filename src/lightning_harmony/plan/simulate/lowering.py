@@ -13,15 +13,13 @@ from lightning_harmony.plan.simulate.fetching import Residence, fetch_ahead
 from lightning_harmony.plan.simulate.footprint import Footprint, footprints
 from lightning_harmony.plan.simulate.order import Run, Stay, owner, stays, summing_devices
 from lightning_harmony.plan.simulate.schedule import Schedule
-from lightning_harmony.plan.simulate.update_stream import update_seconds
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.profile import DeviceLimits
 from lightning_harmony.plan.values.task import Errand, Phase, Task
 
-# For so many stays at most, what an update on the device uses up counts as there; and for how many times its seconds.
+# For so many stays, what an update on the device uses up counts as there.
 STAYS_OF_UPDATES = 2
-_UPDATE_MARGIN = 1.5
 # What comes and goes before lanes run through a place in the order of a phase, in order: swap-ins and evictions.
 Moves = Mapping[tuple[Phase, int], Sequence[Task]]
 
@@ -104,8 +102,7 @@ class _Lowering:
         capacity_bytes = machine.free_bytes
         # What of the capacity neither weights nor sums may have.
         self._apart_bytes = 0 if capacity_bytes is None or lasting_bytes is None else capacity_bytes - lasting_bytes
-        self._plan, self._packs, self._footprint = plan, packs, footprint
-        self._machine, self._capacity_bytes, self._device = machine, capacity_bytes, device
+        self._plan, self._packs, self._capacity_bytes, self._device = plan, packs, capacity_bytes, device
         self._computing = computing = Computing(plan, footprint, device)
         self._stays = [Stay(stay.phase, stay.place, runs) for stay in order if (runs := computing.here(stay.runs))]
         self._wanted = [self._packs_of(stay) for stay in self._stays]
@@ -118,8 +115,6 @@ class _Lowering:
         self._held = Held()
         # Until which stay, and how much, updates use up.
         self._staying = deque[tuple[int, int]]()
-        # When the stays so far have computed, and when the updates behind them have ended.
-        self._computed_at = self._updated_at = 0.0
         # Of the stay that is lowered: what comes behind its computing.
         self._behind: list[Task] = []
         self._now = 0
@@ -159,7 +154,6 @@ class _Lowering:
         computing, behind, needed = [], [], []
         for stay in self._stays:
             self._end_updates()
-            self._computed_at += self._seconds_of(stay)
             tasks, held = self._computing.compute(stay, self._held)
             if self._plan.just_in_time:
                 self._drop(stay, held)
@@ -327,25 +321,7 @@ class _Lowering:
         weight_bytes = cost.master_bytes or cost.weight_bytes
         self._held.num_bytes += weight_bytes
         self._held.sum_bytes += weight_bytes
-        self._staying.append((self._last_stay_of_update(pack), cost.gradient_bytes + weight_bytes))
-
-    def _last_stay_of_update(self, pack: int) -> int:
-        """The last stay that begins before the update of a pack ends which is next in turn, as far as its speed is known."""
-        last = self._now + STAYS_OF_UPDATES
-        if self._machine.update_bytes_per_second is None:
-            return last
-        seconds = update_seconds(self._packs[pack], self._machine, stays=pack in self._plan.state_on_device)
-        until = self._updated_at = max(self._updated_at, self._computed_at) + _UPDATE_MARGIN * seconds
-        begins, number = self._computed_at, self._now
-        while begins < until and number < min(last, len(self._stays) - 1):
-            number += 1
-            begins += self._seconds_of(self._stays[number])
-        return max(number, self._now + 1)
-
-    def _seconds_of(self, stay: Stay) -> float:
-        """What the runs of a stay compute for."""
-        runs = ((self._footprint[run.position], run.phase is Phase.FORWARD) for run in stay.runs)
-        return sum(each.forward_seconds if is_forward else each.backward_seconds for each, is_forward in runs)
+        self._staying.append((self._now + STAYS_OF_UPDATES, cost.gradient_bytes + weight_bytes))
 
     def _end_updates(self) -> None:
         """What updates have used up by a stay is gone."""

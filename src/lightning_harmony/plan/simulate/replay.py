@@ -35,9 +35,8 @@ from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.simulate.gradient_rules import GradientRules
 from lightning_harmony.plan.simulate.lane_rules import LaneRules
 from lightning_harmony.plan.simulate.lowering import lower
-from lightning_harmony.plan.simulate.replay_state import BrokenRuleError, Device, NotYetError, ReplayState
+from lightning_harmony.plan.simulate.replay_state import BrokenRuleError, Device, NotYetError, ReplayState, seconds_of
 from lightning_harmony.plan.simulate.schedule import Schedule
-from lightning_harmony.plan.simulate.update_stream import seconds_of
 from lightning_harmony.plan.simulate.validity import refuse_invalid
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted

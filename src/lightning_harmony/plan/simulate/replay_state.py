@@ -11,7 +11,7 @@ from lightning_harmony.plan.simulate.device_memory import DeviceMemory
 from lightning_harmony.plan.simulate.footprint import Footprint, footprints
 from lightning_harmony.plan.simulate.order import owner
 from lightning_harmony.plan.simulate.schedule import Schedule
-from lightning_harmony.plan.simulate.update_stream import UpdateStream, update_seconds
+from lightning_harmony.plan.simulate.update_stream import UpdateStream
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Plan
@@ -105,6 +105,23 @@ class NotYetError(Exception):
 Handler = Callable[[Device, int, int], None]
 
 
+def seconds_of(num_bytes: float, bytes_per_second: float | None) -> float:
+    """How long a copy or an update takes."""
+    return num_bytes / bytes_per_second if bytes_per_second else 0.0
+
+
+def _update_seconds(cost: Cost, machine: DeviceLimits, *, stays: bool) -> float:
+    """How long the update of a pack takes.
+
+    State from disk is read and written piece by piece, under the copies of others. What stays on the device spares its time.
+    """
+    share = cost.gradient_bytes / (cost.gradient_bytes + cost.optimizer_bytes) if stays and cost.gradient_bytes else 1.0
+    return max(
+        share * seconds_of(cost.gradient_bytes, machine.update_bytes_per_second),
+        seconds_of(cost.disk_bytes, machine.disk_bytes_per_second),
+    )
+
+
 class ReplayState:
     """The lanes and the devices of a step in the middle of it.
 
@@ -132,7 +149,7 @@ class ReplayState:
         limits = schedule.lasting_bytes if machine.pools_apart and schedule.lasting_bytes else [None] * plan.num_devices
         ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(plan.visits))}
         updating = [
-            update_seconds(cost, machine, stays=pack in plan.state_on_device) for pack, cost in enumerate(packs)
+            _update_seconds(cost, machine, stays=pack in plan.state_on_device) for pack, cost in enumerate(packs)
         ]
         self.devices = [
             Device(

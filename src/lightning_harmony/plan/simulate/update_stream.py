@@ -8,25 +8,6 @@ from heapq import heappop, heappush
 from math import inf
 
 from lightning_harmony.plan.simulate.device_memory import DeviceMemory
-from lightning_harmony.plan.values.cost import Cost
-from lightning_harmony.plan.values.profile import DeviceLimits
-
-
-def seconds_of(num_bytes: float, bytes_per_second: float | None) -> float:
-    """How long a copy or an update takes."""
-    return num_bytes / bytes_per_second if bytes_per_second else 0.0
-
-
-def update_seconds(cost: Cost, machine: DeviceLimits, *, stays: bool) -> float:
-    """How long the update of a pack takes.
-
-    State from disk is read and written piece by piece, under the copies of others. What stays on the device spares its time.
-    """
-    share = cost.gradient_bytes / (cost.gradient_bytes + cost.optimizer_bytes) if stays and cost.gradient_bytes else 1.0
-    return max(
-        share * seconds_of(cost.gradient_bytes, machine.update_bytes_per_second),
-        seconds_of(cost.disk_bytes, machine.disk_bytes_per_second),
-    )
 
 
 @dataclass(frozen=True)
