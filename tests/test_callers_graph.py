@@ -662,9 +662,23 @@ def change_in_numpy(weight: nn.Parameter) -> None:
         lambda weight: weight.data.mul_(0.9),
         lambda weight: weight.data.copy_(weight.data.clamp(-0.1, 0.1)),
         lambda weight: weight.data[0].zero_(),
+        lambda weight: torch._foreach_mul_([weight.data], 0.9),
+    ],
+)
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_change_of_a_weights_data_of_which_a_version_tells_gives_equal_bits(
+    change: Callable[[Any], Any], num_microbatches: int
+) -> None:
+    """That was refused."""
+    net = Stack(lambda: SetsData(change, 2 * num_microbatches))
+    assert_same_training(Net(net), samples(), num_microbatches=num_microbatches, layers=[Block])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
         assign,
         lambda weight: weight.view(-1).data.mul_(0.9),
-        lambda weight: torch._foreach_mul_([weight.data], 0.9),
         lambda weight: weight.data.data.copy_(weight.roll(1, 0)),
         lambda weight: torch.from_dlpack(weight.detach()).clamp_(-0.1, 0.1),
         change_in_numpy,

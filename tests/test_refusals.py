@@ -212,21 +212,6 @@ class Switch(nn.Module):
         self.linear = nn.Linear(nets.WIDTH, nets.WIDTH)
 
 
-class ChangesItsWeight(Switch):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bad:
-            with torch.no_grad():
-                self.linear.weight.mul_(0.5)
-        return self.linear(x)
-
-
-class ClampsTheDataOfItsWeight(Switch):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bad:
-            self.linear.weight.data.clamp_(-0.01, 0.01)
-        return self.linear(x)
-
-
 class AssignsTheDataOfItsWeight(Switch):
     def forward(self, x: Tensor) -> Tensor:
         if self.bad:
@@ -236,8 +221,6 @@ class AssignsTheDataOfItsWeight(Switch):
 
 CHANGES_DATA = ["changes the data of a parameter", "on_train_batch_start"]
 BAD_LAYERS: dict[type[Switch], list[str]] = {
-    ChangesItsWeight: ["net.blocks.", "modifies a parameter in place", "on_train_batch_start"],
-    ClampsTheDataOfItsWeight: ["net.blocks.", "modifies a parameter in place", "or its data", "on_train_batch_start"],
     AssignsTheDataOfItsWeight: ["net.blocks.", *CHANGES_DATA],
 }
 

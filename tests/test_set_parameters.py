@@ -1,4 +1,4 @@
-"""Frozen parameters that a layer sets in its forward come and go as its buffers do: averages of codebooks, and the like."""
+"""What a layer sets in its forward: frozen parameters become buffers of it, and what it makes of others goes to the host."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from support.nets import WIDTH, Chain
@@ -165,4 +166,157 @@ def test_what_a_layer_has_set_is_not_trained_later() -> None:
             8,
             with_gradients=False,
             more_callbacks=[Unfreezes()],
+        )
+
+
+# ---- trained ones --------------------------------------------------------------------------------------------------------
+
+
+class Masked(nn.Linear):
+    """As the convolutions of PixelCNN: zeroes what the last update has made of a part of its weight."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data *= self.mask
+        return super().forward(x).tanh()
+
+
+class ActNorm(nn.Module):
+    """Its first call alone sets what is then trained."""
+
+    is_set: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("is_set", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            with torch.no_grad():
+                self.scale.copy_(1 / x.std(0))
+                self.shift.data.copy_(-x.mean(0))
+            self.is_set.fill_(1)
+        return x + self.linear((x + self.shift) * self.scale).tanh()
+
+
+class Renormed(nn.Module):
+    """Its embedding scales long rows down when it looks them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.linear = nn.Embedding(4, WIDTH, max_norm=1.0), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.rows((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()))
+
+
+class Perturbed(nn.Module):
+    """Each call draws another change, which another call would not make again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.is_on = nn.Linear(WIDTH, WIDTH), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_on:
+            with torch.no_grad():
+                self.linear.weight.mul_(0.9).add_(torch.randn_like(self.linear.weight), alpha=0.01)
+        return x + self.linear(F.dropout(x, 0.2, self.training)).tanh()
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_microbatches", "devices"),
+    combined([Masked, ActNorm, Renormed, Perturbed], [(1, 1), (4, 1), (2, 2)]),
+)
+def test_a_layer_may_change_parameters_that_are_trained(
+    kind: type[nn.Module], num_microbatches: int, devices: int
+) -> None:
+    """That was refused."""
+    memory = room("24KiB") if devices == 1 else None
+    assert_same_training(
+        Net(Chain(kind)),
+        torch.randn(40, WIDTH),
+        device_memory=memory,
+        num_microbatches=num_microbatches,
+        layers=[kind],
+        devices=devices,
+    )
+
+
+def test_a_layer_may_change_them_in_mixed_precision() -> None:
+    assert_same_training(
+        Net(Chain(Masked)), torch.randn(40, WIDTH), num_microbatches=2, layers=[Masked], precision="bf16-mixed"
+    )
+
+
+class Clips(pl.Callback):
+    """Has layers change their weights from the third step on, when microbatches take turns."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
+        for block in module.net.blocks:
+            block.is_on = trainer.global_step >= 2
+
+
+def test_a_layer_may_first_change_them_in_a_later_step() -> None:
+    reports = assert_same_training(
+        Net(Chain(Perturbed)),
+        torch.randn(40, WIDTH),
+        num_microbatches=2,
+        layers=[Perturbed],
+        make_callbacks=lambda: [Clips()],
+    )
+    assert len(reports) == 5
+
+
+class Validates(Net):
+    """An evaluation calls the layers before the first step, and between steps."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(torch.ones(8, WIDTH), batch_size=4)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.losses.append(self.net(batch).detach().clone())
+
+
+@pytest.mark.parametrize("kind", [Masked, ActNorm, Renormed])
+def test_an_evaluation_leaves_what_layers_make_of_them(kind: type[nn.Module]) -> None:
+    options = {"val_check_interval": 1.0, "num_sanity_val_steps": 2}
+    assert_same_training(Validates(Chain(kind)), torch.randn(40, WIDTH), num_microbatches=1, layers=[kind], **options)
+
+
+def test_a_call_whose_weights_a_later_one_changes_before_its_backward_is_refused() -> None:
+    class Twice(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            block: Any = self.blocks[0]
+            return super().forward(x) + block(block(x)).pow(2).mean()
+
+    class Quietly(Perturbed):
+        """Past autograd, which would refuse it."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.linear.weight.data.mul_(0.9)
+            return x + self.linear(x).tanh()
+
+    with pytest.raises(UnsupportedModelError, match="between another call of it and the backward of that"):
+        train_harmony(
+            Net(Twice(Quietly)), torch.randn(40, WIDTH), HarmonyStrategy(layers=[Quietly]), 8, with_gradients=False
+        )
+
+
+def test_a_change_of_what_code_between_layers_uses_is_refused() -> None:
+    class Uses(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            weight: Any = self.blocks[0].weight
+            return weight.pow(2).sum() + super().forward(x)
+
+    with pytest.raises(UnsupportedModelError, match="is used by code between layers in the same microbatch"):
+        train_harmony(
+            Net(Uses(Masked)), torch.randn(40, WIDTH), HarmonyStrategy(layers=[Masked]), 8, with_gradients=False
         )

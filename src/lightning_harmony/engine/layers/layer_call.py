@@ -157,7 +157,7 @@ class LayerCall:
         if with_graph:
             recompute.note_inputs()
         has_changed = recompute.take_over(residency, left)
-        if watch is not None and (recompute.has_inputs or not has_changed):
+        if watch is not None and not self._found.replaced and (recompute.has_inputs or not has_changed):
             self._try_narrow(watch, flatten(result)[0])
         owned = self._owned(result)
         self._weights.forget_uses()
@@ -168,7 +168,8 @@ class LayerCall:
     ) -> tuple[Any, Mapping[BufferKey, Tensor | None], bool]:
         """What the layer returns, how it leaves its buffers, and whether it has to run again, with more of them."""
         layer, residency, recompute = self.layer, self.residency, self._recompute
-        before, result, failed = WeightsBefore(layer, residency), None, None
+        before = WeightsBefore(layer, residency, self.runtime, is_compiled=self._is_compiled)
+        result, failed = None, None
         with self._saving() if self._with_graph else NO_CONTEXT:
             bound = self._weights.bind(self)
             beside = layer.companions.bound(residency.leaves, residency.companions)
@@ -177,8 +178,8 @@ class LayerCall:
                     result = self._run(*args, **kwargs)
                 except (DataAssignedError, DifferentiatesError) as error:
                     failed = error
-        may_again = self._with_graph and not self._is_compiled and not self.runtime.is_spread(layer)
-        return result, left, before.has_to_run_again(self._weights, failed or self._begun, may_again=may_again)
+        self._found, is_again = before.after(self._weights, failed or self._begun, with_graph=self._with_graph)
+        return result, left, is_again
 
     def _prepare_backward(self) -> None:
         """Keep what a recompute needs."""
@@ -354,13 +355,14 @@ class LayerCall:
             if self.is_through():
                 # The nodes live as long as their graph; what the call kept need not.
                 self._recompute.forget_inputs()
+                self._found.replaced = {}
                 self._is_over = True
 
     def _refill(self) -> None:
         if self._is_over:
             raise second_backward(self.layer)
-        running = self.runtime.surroundings.running(self.residency)
-        with running, self.runtime.measuring_graph(self.layer), torch.enable_grad():
+        weights, running = self._found.again(self.residency), self.runtime.surroundings.running(self.residency)
+        with weights, running, self.runtime.measuring_graph(self.layer), torch.enable_grad():
             run = partial(self._recompute.run, self.residency, self._run)
             if not self._saves.fill(run, is_compiled=self._is_compiled, keeps=self.layer.differentiates):
                 raise _other_saves(self.layer)

@@ -213,6 +213,8 @@ class Recordings:
             raise RecordingError("its weights are made of others")
         if layer.differentiates:
             raise RecordingError("it computes gradients in its forward")
+        if layer.num_changes:
+            raise RecordingError("it changes its weights")
         if layer.changes_inputs is not False or layer.changed_buffers.intersection(layer.buffers):
             raise RecordingError("it changes inputs or buffers")
         if layer.unversioned_buffers or layer.has_unknown_buffers():

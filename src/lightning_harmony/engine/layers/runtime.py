@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.glue.runtime import Runtime as OfGlue
@@ -95,6 +95,15 @@ class Runtime(OfGlue, Protocol):
 
     def recordings(self) -> Recordings | None:
         """What may be recorded, and run in the place of layers' code; None where neither is."""
+        return None
+
+    def keep_changed(
+        self, changed: Mapping[nn.Parameter, Tensor], residency: Residency
+    ) -> Mapping[nn.Parameter, Tensor] | None:
+        """Give the host what a layer's code has made of its parameters, and return what they were there.
+
+        None where others use them meanwhile: other microbatches, or the code between layers.
+        """
         return None
 
     def is_spread(self, layer: SwappedLayer) -> bool:

@@ -41,7 +41,7 @@ def changes_data(layer: str) -> str:
     return (
         f"layer{name} changes the data of a parameter in its forward, or that of a tensor which an object has of "
         "a frozen one, which swapping would lose; "
-        "do that in a hook such as on_train_batch_start"
+        "do that in a hook such as on_train_batch_start, or in place: weight.data.copy_(...)"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from lightning_harmony.engine.memory.transfer import LaneTransfers, Launched, Tr
 from lightning_harmony.engine.model.host_store import begins_in, lies_in
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer_of, layer_of_caller
 from lightning_harmony.engine.model.pack import HasGraph, Residency
+from lightning_harmony.engine.step.changed_parameters import changing, keep
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.lone_calls import LoneCalls
 from lightning_harmony.engine.step.observer import Observer
@@ -311,18 +312,24 @@ class Runtime:
     @contextmanager
     def _changing(self, parameter: nn.Parameter) -> Iterator[Tensor]:
         root = self._devices[0]
-        having = self._placement.packs_with(parameter)
-        for residents, pack in having:
-            residents.swapper.await_update(pack)
-        with self.calling(), root.selected(), torch.inference_mode(False), torch.no_grad():
-            there = parameter.detach().to(root.torch_device, copy=True)
+        with self.calling(), root.selected(), changing(parameter, root.torch_device, self._placement) as there:
             yield there
-            for residents in self._placement.residents:
-                residents.swapper.finish_reading()
-            parameter.copy_(there)
-        # What has come meanwhile is as it was.
-        for residents, pack in having:
-            residents.evict(pack)
+
+    def keep_changed(
+        self, changed: Mapping[nn.Parameter, Tensor], residency: Residency
+    ) -> Mapping[nn.Parameter, Tensor] | None:
+        """Give the host what a layer's code has made of its parameters, unless others use them meanwhile."""
+        step, views, progress = self._step, self.views(), self._step.current()
+        if step.is_running and not (
+            step.is_sequential and (self._observer.is_training or len(step.turns.running) == 1)
+        ):
+            return None
+        for parameter in changed:
+            is_used = progress is not None and parameter in progress.tokens
+            if is_used or (views is not None and views.has_of(parameter)):
+                return None
+        step.changed_parameter = self._model.names.get(next(iter(changed)), "")
+        return keep(changed, residency, self._placement)
 
     # ---- what a forward keeps ------------------------------------------------------------------------------------------
 
