@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -186,3 +187,41 @@ class OfAComparison(Inner):
 def test_a_step_may_differentiate_and_compare_by_itself(kind: type[Inner], devices: int) -> None:
     torch.manual_seed(0)
     assert_same_training(Net(kind()), torch.randn(24, WIDTH), devices=devices)
+
+
+class Normalizes(nn.Module):
+    """Between layers, with statistics that are frozen parameters."""
+
+    def __init__(self, normalize: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.normalize, self.linear = normalize, nn.Linear(WIDTH, WIDTH)
+        self.mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.variance = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normalize(self.linear(x), self.mean, self.variance).pow(2).mean()
+
+
+def of_torch(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return torch.batch_norm(x, None, None, mean, variance, True, 0.1, 1e-5, False)
+
+
+def of_instances(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return F.instance_norm(x.view(len(x), WIDTH, 1).expand(-1, -1, 3) * torch.arange(3), mean, variance)
+
+
+@pytest.mark.parametrize("normalize", [partial(F.batch_norm, training=True), of_torch, of_instances])
+def test_statistics_of_which_no_version_tells_are_refused_as_parameters(normalize: Callable[..., Tensor]) -> None:
+    """What was written there was lost, and nobody said so."""
+    with pytest.raises(UnsupportedModelError, match=r"parameter 'net\.mean' is changed inside the step"):
+        train_harmony(
+            Net(Normalizes(normalize)),
+            torch.randn(40, WIDTH),
+            HarmonyStrategy(num_microbatches=2, layers=[nn.Linear]),
+            8,
+            with_gradients=False,
+        )
+
+
+def test_statistics_that_are_not_updated_may_be_parameters() -> None:
+    assert_same_training(Net(Normalizes(F.batch_norm)), torch.randn(40, WIDTH), num_microbatches=2, layers=[nn.Linear])

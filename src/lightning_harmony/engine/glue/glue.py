@@ -34,7 +34,8 @@ from lightning_harmony.engine.model.layer import (
     layer_of_caller,
 )
 from lightning_harmony.engine.model.parameter_places import Place, is_replaced
-from lightning_harmony.engine.structures.operations import changes_first
+from lightning_harmony.engine.structures.checksum import checksum
+from lightning_harmony.engine.structures.operations import Unseen, changes_first, changes_uncounted
 from lightning_harmony.engine.structures.parts import cloned, is_composed, parts_of
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.engine.structures.tree import unwrapped
@@ -239,10 +240,12 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
     with temporarily_clear_interpreter_stack():
         real = {id(s): _swapped_in(s, copy=copy) for s in unique}
     args, kwargs = tree_map_only(StandIn, lambda stand_in: real[id(stand_in)], (args, kwargs))
-    versions = {key: tensor._version for key, tensor in real.items()}
+    state = _value_of if changes_uncounted(getattr(func, "__name__", "")) else _version_of
+    states = {key: state(tensor) for key, tensor in real.items()}
     result = stand_ins[0]._runtime.on_one_device(func, args, kwargs)
-    if any(real[key]._version != version for key, version in versions.items()):
-        raise UnsupportedModelError(changed_in_step(unique[0]))
+    changed = next((each for each in unique if state(real[id(each)]) != states[id(each)]), None)
+    if changed is not None:
+        raise UnsupportedModelError(changed_in_step(changed))
 
     def owned(tensor: Tensor) -> Tensor:
         """A view of the parameter would change under the user's hands when the parameter is swapped out."""
@@ -258,6 +261,15 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
     views = stand_ins[0]._runtime.views()
 
     return tree_map_only(Tensor, owned, result)
+
+
+def _version_of(tensor: Tensor) -> Any:
+    return tensor._version
+
+
+def _value_of(tensor: Tensor) -> Any:
+    with Unseen():
+        return checksum(tensor.detach()).tolist()
 
 
 def _keeps_what_is_saved() -> bool:

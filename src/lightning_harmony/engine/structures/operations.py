@@ -18,6 +18,11 @@ _Guard: Any = torch._C._DisableTorchDispatch
 _AsCalled: Any = getattr(torch._C, "_RestorePythonTLSSnapshot")  # noqa: B009
 
 
+def changes_uncounted(name: str) -> bool:
+    """Whether an operation with a name may change operands, running statistics, of which no version tells."""
+    return name.endswith(("batch_norm", "instance_norm"))
+
+
 def changes_first(name: str) -> bool:
     """Whether an operation changes its first operand, by its name."""
     if name.startswith("__"):
