@@ -342,21 +342,17 @@ class LayerCall:
                 with beside, bound:
                     yield
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        self._weights.forget_uses()
-        del self.residency
-        self._saves.clear()
-        if self.runtime.is_last_backward():
-            if self._is_announced:
-                self.runtime.end_backward(self.layer)
-            self._is_announced = False
-            if self.is_through():
-                # The nodes live as long as their graph; what the call kept need not.
-                self._recompute.forget_inputs()
-                self._found.replaced = {}
-                self._is_over = True
+            self._weights.forget_uses()
+            del self.residency
+            self._saves.clear()
+            if self.runtime.is_last_backward():
+                if self._is_announced:
+                    self.runtime.end_backward(self.layer)
+                self._is_announced = False
+                if self.is_through():
+                    # The nodes live as long as their graph; what the call kept need not.
+                    self._recompute.forget_inputs()
+                    self._found.replaced, self._is_over = {}, True
 
     def _refill(self) -> None:
         if self._is_over:
