@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_harmony.engine.lanes import lane as lane_module
-from lightning_harmony.engine.lanes.ambient import AmbientState
+from lightning_harmony.engine.lanes.ambient import AmbientState, read_thread_locals, share_thread_local
 from lightning_harmony.engine.lanes.lane import Lane, LaneAborted, LanePool, this_thread
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -736,3 +736,9 @@ def test_what_a_job_has_made_goes_with_its_error_however_slow_its_thread_is(
         assert made[0]() is None
     finally:
         go.set()
+
+
+def test_which_lane_a_thread_is_stays_its_own_where_objects_of_the_model_lead_there() -> None:
+    """Each lane took itself for the one that had started it, in all later fits of the process."""
+    share_thread_local(this_thread)
+    assert all(each is not this_thread for each in read_thread_locals())

@@ -141,11 +141,14 @@ def _cuda_device() -> int | None:
 
 # Objects of `threading.local` that a model's code may use. Replaced as a whole: other threads may read it.
 _thread_locals: tuple[weakref.ref[threading.local], ...] = ()
+_OURS = __name__.partition(".")[0]
 
 
 def share_thread_local(kept: threading.local) -> None:
-    """From now on, lanes and recomputes find in it what their callers keep there."""
+    """From now on, lanes and recomputes find in it what their callers keep there; not so in ours, which tell lanes apart."""
     global _thread_locals  # noqa: PLW0603
+    if type(kept).__module__.partition(".")[0] == _OURS:
+        return
     known = [each for each in _thread_locals if each() is not None]
     if all(each() is not kept for each in known):
         _thread_locals = (*known, weakref.ref(kept))

@@ -27,10 +27,14 @@ def hand_on(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 def take_mode() -> Any:
     """The mode that is to see the function that runs; None if there is none. It is asked for once."""
-    mode = getattr(_thread, "mode", None)
+    mode = _thread.mode
     if mode is not None:
         _thread.mode = None
     return mode
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    mode: Any = None
+
+
+_thread = _Thread()
