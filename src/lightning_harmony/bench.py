@@ -278,11 +278,11 @@ def _of_model(
             f"--{next(iter(of_transformer))} is of the transformer that is trained where no model is named: give the model's "
             "own arguments, as in transformers.GPT2Config n_layer=24"
         )
-    given = num_microbatches or NUM_MICROBATCHES[accelerator]
     found = workload_of(
         model, batch, batch_size=batch_size, sequence_length=sequence_length, num_microbatches=num_microbatches or 1
     )
-    return found if num_microbatches else replace(found, num_microbatches=gcd(found.batch_size, given))
+    number = gcd(found.batch_size, NUM_MICROBATCHES[accelerator])
+    return found if num_microbatches else replace(found, num_microbatches=number)
 
 
 def _fitting(candidates: list[Workload], precision: str, num_steps: int | None, accelerator: str) -> Bench:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -205,16 +204,14 @@ class Swapped:
             except BorrowsModuleError as error:
                 # What a step has changed of parameters would be changed once more, and other nodes do not begin anew.
                 now = [(version_of(parameter), parameter.grad) for parameter in parameters]
-                is_changed = any(
-                    one[0] != two[0] or one[1] is not two[1] for one, two in zip(weights, now, strict=True)
+                is_lasting = (
+                    self.engine.step.changed_parameter is not None
+                    or num_collectives() != collectives
+                    or any(one[0] != two[0] or one[1] is not two[1] for one, two in zip(weights, now, strict=True))
                 )
-                is_changed = is_changed or self.engine.step.changed_parameter is not None
-                is_lasting = is_changed or num_collectives() != collectives
                 if before is None or is_lasting or not self._borrowed.note(self._module, error):
                     raise
                 said = str(error).partition(": ")[0]
-            # Not within the except clause: the error's frames hold what the attempt has allocated.
-            gc.collect()
             self.training.leave()
             left = before.restore()
             for parameter, flag in zip(parameters, flags, strict=True):

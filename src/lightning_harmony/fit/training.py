@@ -307,11 +307,10 @@ class Training:
     def _abandon(self) -> None:
         """No backward will come."""
         self.engine.refuse_changed_weights()
-        self.engine.abandon()
-        self._interleaving.finish()
+        self.leave()
 
     def leave(self) -> None:
-        """A step has failed, and runs again."""
+        """Leave a step without a backward, also where it has failed and runs again."""
         self.engine.abandon()
         self._interleaving.finish()
 

@@ -270,13 +270,7 @@ def _told(get: Callable[[], Any]) -> Any:
 
 
 def _precision() -> tuple[Any, ...]:
-    torch_c = torch._C
-    of_all: tuple[Any, ...]
-    try:
-        of_all = torch_c._get_float32_matmul_precision(), torch_c._get_cudnn_allow_tf32()
-    except RuntimeError:
-        of_all = tuple([_told(get) for get, _ in _OF_ALL])
-    return *of_all, *map(_get_of_backend, _NAMES, _KINDS)
+    return *[_told(get) for get, _ in _OF_ALL], *map(_get_of_backend, _NAMES, _KINDS)
 
 
 def _set_precision(value: tuple[Any, ...]) -> None:

@@ -175,14 +175,12 @@ def _python_state() -> memoryview | None:
 
 
 def _get_python_state() -> Any:
-    generator: Any = random.random.__self__  # type: ignore[attr-defined]
-    state = _python_state()
+    generator, state = _python_generator(), _python_state()
     return generator.getstate() if state is None else (state.tobytes(), generator.gauss_next)
 
 
 def _set_python_state(saved: Any) -> None:
-    generator: Any = random.random.__self__  # type: ignore[attr-defined]
-    state = _python_state()
+    generator, state = _python_generator(), _python_state()
     if state is None:
         generator.setstate(saved)
     else:

@@ -108,7 +108,6 @@ class StepRecorder:
         measures_busy: whether steps from the next one on are to tell how long devices compute.
         records_next: whether all of the next step is to be recorded; until one has come to its end.
         recording: the newest step that was recorded, until a callback takes it.
-        is_recording: whether anything is noted of the step that runs.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -117,7 +116,11 @@ class StepRecorder:
         self.recording: Recording | None = None
         self._devices = devices
         self._step: _Step | None = None
-        self.is_recording = False
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether anything is noted of the step that runs."""
+        return self._step is not None
 
     def take_over(self, other: StepRecorder) -> None:
         """Do what another one, whose devices are closed, was asked to do."""
@@ -149,7 +152,6 @@ class StepRecorder:
             memory=[[] for _ in self._devices],
             task=Task(0, Phase.FORWARD, 0),
         )
-        self.is_recording = True
         self.run_by(plan, packs)
         for device in self._devices:
             device.recorder = self
@@ -163,7 +165,7 @@ class StepRecorder:
 
     def drop(self) -> None:
         """Forget a step that did not come to its end."""
-        self._step, self.is_recording = None, False
+        self._step = None
         for device in self._devices:
             device.recorder = None
 

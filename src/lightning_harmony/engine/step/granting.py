@@ -78,8 +78,7 @@ class Granting:
         with residents.device.scheduling():
             if self._observer.observes_turns:
                 self._observer.end_turn(granted)
-            if self._recorder.is_recording:
-                self._recorder.leave()
+            self._recorder.leave()
             if self._step.turns.has_several_devices:
                 granted.progress.transfers.launched.end_turn()
             if residents.stash.pending:
@@ -112,7 +111,6 @@ class Granting:
             step.listeners.on_switch(lane.microbatch)
             if self._observer.observes_turns:
                 self._observer.begin_turn(residents.device, phase, pack)
-            if self._recorder.is_recording:
-                preparation.note_task(number, progress, phase, pack)
+            preparation.note_task(number, progress, phase, pack)
             if request is None:
                 progress.transfers.launched.begin(number)

@@ -75,8 +75,7 @@ class Runtime:
 
     def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
         """Wait for a layer's turn; within the context it resides on the device."""
-        if self.open_call.call is not None:
-            self.open_call.leave()
+        self.open_call.leave()
         progress = self._step.current()
         if progress is None:
             if self._step.granted is not None:
@@ -161,7 +160,7 @@ class Runtime:
 
     def calling(self) -> AbstractContextManager[None]:
         """The context of a layer's call."""
-        glue = None if self._has_one_device else self._current_glue()
+        glue = self._current_glue()
         return NO_CONTEXT if glue is None else glue.off()
 
     def _current_glue(self) -> OneDevice | None:

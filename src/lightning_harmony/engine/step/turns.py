@@ -185,12 +185,7 @@ class Turns:
 
     def is_overtaking(self, progress: LaneProgress, pack: int) -> bool:
         """Whether an earlier microbatch still has gradients for a pack: sums are made in the order of microbatches."""
-        for other in self.running:
-            if other is progress:
-                break
-            if other.pending.get(pack) and not other.lane.finished:
-                return True
-        return False
+        return any(other.pending.get(pack) and not other.lane.finished for other in self._earlier(progress))
 
     def have_come_to_their_losses(self) -> bool:
         """Whether all forwards are over."""
@@ -231,7 +226,7 @@ class Turns:
             return True
         if request.phase is Phase.FORWARD:
             is_too_early = self._fuses and self._is_too_early(progress, request)
-            return not is_too_early and not (self.has_several_devices and self.would_overtake(progress, request))
+            return not is_too_early and not self.would_overtake(progress, request)
         if request.pack is None:
             return until is Phase.BACKWARD
         if not progress.differentiating:
