@@ -161,7 +161,7 @@ class PackPreparation:
             return None
         position = progress.position[Phase.BACKWARD]
         pack = next(plan.upcoming(Phase.BACKWARD, position), None)
-        if pack is None or not progress.pending.get(pack) or self._placement.device_of(pack) != number:
+        if pack is None or not progress.pending[pack] or self._placement.device_of(pack) != number:
             return None
         request = self._request(Phase.BACKWARD, pack, position)
         return None if self._may_go_on(progress, request) else request

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -95,11 +94,11 @@ class LaneProgress:
     ready_at: int = 0
     task: tuple[Phase, int] | None = None
     position: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
-    uses: defaultdict[int, int] = field(default_factory=partial(defaultdict, int))
+    uses: Counter[int] = field(default_factory=Counter)
     tokens: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     views: Views = field(default_factory=Views)
     given: set[nn.Parameter] = field(default_factory=set)
-    pending: defaultdict[int, int] = field(default_factory=partial(defaultdict, int))
+    pending: Counter[int] = field(default_factory=Counter)
     calls: list[int] = field(default_factory=list)
     last_filled: dict[BufferKey, Tensor | None] = field(default_factory=dict)
     differentiating: bool = False
