@@ -92,26 +92,10 @@ def test_optimizer_state_stays_where_it_saves_time() -> None:
 
 def test_none_stays_for_what_a_prediction_may_be_wrong_by() -> None:
     """A Llama of 3.6 B with 24 GiB took 2.93 s with a part of it on the GPU, 2.87 without, and 1.4 % less was predicted."""
-    plan, without = stays(None, update_speed=40.0), stays(None, update_speed=40.0, may_stay=False)
+    plan, without = stays(None, update_speed=20.0), stays(None, update_speed=20.0, may_stay=False)
     gains = with_state_of_all(without).predicted_seconds / without.predicted_seconds
-    assert 0.97 < gains < 1.0
+    assert 0.9 < gains < 1.0
     assert not plan.state_on_device
-
-
-def test_that_of_the_first_packs_stays_where_it_takes_room_that_nothing_else_uses() -> None:
-    """The update of an embedding, behind the whole backward, held up the next forward by 4 % of a Llama's step."""
-    costs = {name: replace(STATE, name=name, forward_seconds=10.0, backward_seconds=30.0) for name in NAMES}
-    first = replace(costs[NAMES[0]], gradient_bytes=80, optimizer_bytes=160, forward_seconds=0.1, backward_seconds=0.1)
-    costs[NAMES[0]] = first
-
-    def decided(capacity: int) -> Plan:
-        machine = DeviceLimits(capacity, 8.0, 8.0, None, 6.0, updates_in_place=True, state_may_stay=True)
-        return decide(costs, NAMES, 1, machine)
-
-    plan, tight = decided(400), decided(300)
-    assert plan.visits[0] in plan.state_on_device
-    assert plan.predicted_seconds < 0.97 * tight.predicted_seconds
-    assert not tight.state_on_device
 
 
 def test_of_plans_that_are_about_equally_fast_the_one_is_taken_with_the_most_state(
@@ -120,11 +104,7 @@ def test_of_plans_that_are_about_equally_fast_the_one_is_taken_with_the_most_sta
     """A Llama of 3.6 B with 48 GiB was predicted to take 1.03 s with three quarters there, and took 1.4; all took 1.1 s."""
     without = stays(None, may_stay=False)
     numbers = [round(share * len(without.packs)) for share in deciding.STATE_SHARES]
-    seconds = {
-        **dict.fromkeys(deciding.FEW_PACKS, 1.5),
-        **dict(zip(numbers, [1.02, 1.0, 1.2, 1.4], strict=True)),
-        0: 2.0,
-    }
+    seconds = {**dict(zip(numbers, [1.02, 1.0, 1.2, 1.4], strict=True)), 0: 2.0}
 
     def predicted(plan: Plan) -> Plan:
         assert plan.predicted is not None

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from lightning_harmony.plan.search.graphs import fusable_from
 from lightning_harmony.plan.search.rules import fitting_packs, packed, with_graphs
-from lightning_harmony.plan.search.search import CLEAR_SHARE, MOST_TASKS, SPARE_SHARE, search_better
+from lightning_harmony.plan.search.search import CLEAR_SHARE, MOST_TASKS, search_better
 from lightning_harmony.plan.simulate.replay import with_prediction
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Parallel, Plan
@@ -14,8 +14,6 @@ from lightning_harmony.plan.values.profile import DeviceLimits, Profile
 # How much of the optimizer state may stay on the device; of shares that are about equally fast, the first one is taken. What
 # comes and goes holds up copies and the host in more ways than are predicted: steps predicted 1 % shorter took 25 % longer.
 STATE_SHARES = (1.0, 0.75, 0.5, 0.25)
-# How many packs besides: the updates of the first that a forward needs, which nothing hides.
-FEW_PACKS = (2, 1)
 _ABOUT = 0.03
 # Gradients that stay take room, for which others may have to wait: a step may become longer by so much, for the bus that is
 # spared has more uses than a prediction knows.
@@ -86,8 +84,7 @@ def with_homes(plan: Plan) -> Plan:
     """A plan with what waits on devices for its update, or from one update to the next: gradients, and optimizer state.
 
     State that stays takes room from graphs and from packs that are fetched ahead, whose rules are asked again: it has to save
-    `CLEAR_SHARE` of a step, and where it has room to spare, and all else stays as it is, more than plans may differ by. It is
-    that of the packs which a forward needs first, for it waits for their update.
+    `CLEAR_SHARE` of a step. It is that of the packs which a forward needs first, for it waits for their update.
 
     Args:
         plan: the plan, with what is predicted of it where nothing stays. It stays as it is where nothing may.
@@ -98,8 +95,8 @@ def with_homes(plan: Plan) -> Plan:
     costs, machine = plan.profile.pack_costs(plan.packs), plan.profile.machine
     by_name = {cost.name: cost for cost in plan.profile.layers}
     packs = [p for p in dict.fromkeys(plan.visits) if costs[p].optimizer_bytes and _has_one_device(plan, p)]
-    for number in dict.fromkeys([*(round(share * len(packs)) for share in STATE_SHARES), *FEW_PACKS]):
-        kept = replace(plan, state_on_device=frozenset(packs[:number]))
+    for share in STATE_SHARES:
+        kept = replace(plan, state_on_device=frozenset(packs[: round(share * len(packs))]))
         room = None if machine.free_bytes is None else machine.free_bytes - kept.state_bytes_there(costs)
         if not kept.state_on_device or (room is not None and room <= 0):
             continue
@@ -107,26 +104,9 @@ def with_homes(plan: Plan) -> Plan:
         for other in dict.fromkeys([(kept.first_fused, kept.kept), (fewer.first_fused, fewer.kept)]):
             graphs = replace(kept, first_fused=other[0], kept=other[1])
             found.append(with_device_updates(with_costs(graphs, by_name, machine)))
-    clear = [
-        each
-        for each in found
-        if each.predicted_seconds <= without.predicted_seconds * (1 - _least_saved(each, without))
-    ]
-    least = min((each.predicted_seconds for each in clear), default=0.0)
-    return next((each for each in clear if each.predicted_seconds <= least * (1 + _ABOUT)), without)
-
-
-def _least_saved(plan: Plan, without: Plan) -> float:
-    """What share of a step state has to save that stays, for the plan to be worth it."""
-    if (
-        plan.predicted is None
-        or plan.profile is None
-        or (plan.first_fused, plan.kept) != (without.first_fused, without.kept)
-    ):
-        return CLEAR_SHARE
-    capacity = plan.profile.machine.capacity_bytes
-    has_spare = capacity is None or max(plan.predicted.peak_bytes) <= capacity * (1 - SPARE_SHARE)
-    return _ABOUT if has_spare else CLEAR_SHARE
+    least = min((each.predicted_seconds for each in found), default=0.0)
+    fastest = next((each for each in found if each.predicted_seconds <= least * (1 + _ABOUT)), without)
+    return fastest if fastest.predicted_seconds <= without.predicted_seconds * (1 - CLEAR_SHARE) else without
 
 
 def _has_one_device(plan: Plan, pack: int) -> bool:
