@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_harmony.updating.reach import reaches as reaches_wanted
 
 
-def reaches(start: Any, wanted: Collection[Any], **options: Any) -> bool:
+def reaches(start: Any, wanted: Collection[Any], **options: Any) -> bool | None:
     return reaches_wanted(start, lambda each: any(each is one for one in wanted), **options)
 
 
@@ -100,3 +100,13 @@ def test_a_circle_and_a_long_list_come_to_an_end() -> None:
     circle = Holder()
     circle.held = [circle, list(range(10**6))]
     assert not reaches(circle, frozenset(nn.Linear(2, 2).parameters()))
+
+
+def test_of_too_many_objects_not_all_are_looked_into() -> None:
+    module = nn.Linear(2, 2)
+    many = [
+        [list(range(each, each + 100)) for each in range(part, part + 10_000, 100)]
+        for part in range(10**5, 3 * 10**5, 10**4)
+    ]
+    assert reaches([many, module], frozenset([module]))
+    assert reaches(many, frozenset([module])) is None

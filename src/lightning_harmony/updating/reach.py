@@ -24,23 +24,23 @@ _ELEMENTS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
 }
 
 
-def reaches(
-    start: Any, is_wanted: Callable[[Any], bool], *, apart_from: Iterable[Any] = (), if_too_many: bool = False
-) -> bool:
+def reaches(start: Any, is_wanted: Callable[[Any], bool], *, apart_from: Iterable[Any] = ()) -> bool | None:
     """Whether an object holds one that is wanted, itself or through others: attributes, containers and closures.
 
     Args:
         start: the object.
         is_wanted: whether an object is one that is looked for.
         apart_from: what is not looked into.
-        if_too_many: what to say where it holds so many objects that they are not all looked into.
+
+    Returns:
+        None where it holds so many objects that they are not all looked into, and none of those is wanted.
     """
     apart = set(map(id, apart_from))
     # By their types: proxies are asked nothing.
     found = reachable([start], lambda each: (held for held in _held(each) if id(held) not in apart))
     if any(map(is_wanted, islice(found, _MOST_OBJECTS))):
         return True
-    return if_too_many and next(found, None) is not None
+    return False if next(found, None) is None else None
 
 
 def code_of(owner: Any, *, apart_from: Collection[str]) -> list[Any]:

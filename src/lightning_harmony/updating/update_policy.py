@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_harmony.engine.layers.intercept import InterceptedForward
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.nodes.division import Division, Need, parameters_of
 from lightning_harmony.engine.step.executor import Executor
@@ -190,7 +191,8 @@ class UpdatePolicy:
         def has_state(each: Any) -> bool:
             return id(each) in wanted
 
-        self._holds_state = reaches([owners, code], has_state, apart_from=apart_from, if_too_many=True)
+        holds_state = reaches([owners, code], has_state, apart_from=apart_from)
+        self._holds_state = holds_state is not False
         spans = Spans(span_of(part) for parameter in module.parameters() for part in storages_of(parameter))
 
         def has_memory(each: Any) -> bool:
@@ -198,8 +200,9 @@ class UpdatePolicy:
             return not issubclass(type(each), Tensor) and spans.meet([span_of(each)])
 
         held = [each for part in module.modules() for name, each in vars(part).items() if name not in OF_TORCH]
+        held = [each.own if isinstance(each, InterceptedForward) else each for each in held]
         self._out_of_sight = None
-        if reaches([owners, code], has_state, apart_from=apart_from):
+        if holds_state:
             self._out_of_sight = "something that runs between batches holds the optimizer"
         elif reaches([owners, code, held], has_memory, apart_from=apart_from):
             self._out_of_sight = "an array has the memory of parameters"

@@ -39,8 +39,8 @@ class InterceptedForward:
         self._module = module
         derives = derives_weights(module) and not compiled_whole(module)
         self._attribute = "_compiled_call_impl" if compiled_whole(module) or derives else "forward"
-        # Compiled or patched modules carry a forward of their own.
-        self._own: Callable[..., Any] | None = vars(module).get(self._attribute)
+        # Compiled or patched modules carry a forward of their own, which this one hides.
+        self.own: Callable[..., Any] | None = vars(module).get(self._attribute)
         # A hook that computes weights from parameters has to find those: it runs within.
         original: Callable[..., Any] = module._call_impl if derives else getattr(module, self._attribute)
         if compile_options is None or is_compiled(module):
@@ -59,10 +59,10 @@ class InterceptedForward:
         self._is_removed = True
         if vars(self._module).get(self._attribute) is not self:
             return
-        if self._own is None:
+        if self.own is None:
             delattr(self._module, self._attribute)
         else:
-            setattr(self._module, self._attribute, self._own)
+            setattr(self._module, self._attribute, self.own)
 
     # A container around layers may be compiled: not what comes in between.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -126,7 +126,7 @@ class InterceptedForward:
         return _bound_forward(memo[id(self._module)])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._own is not None:
+        if self.own is not None:
             raise TypeError(f"layer {self.layer.name} cannot be pickled while it trains")
         return _bound_forward, (self._module,)
 
