@@ -283,7 +283,8 @@ def test_a_full_disk_is_refused_before_the_first_step(monkeypatch: pytest.Monkey
     module, host = build(), Host(1.0, monkeypatch, tmp_path)
     before = copy.deepcopy(module.state_dict())
     with pytest.raises(
-        CapacityError, match=r"offload_dir='.*'\): 2.* MiB of optimizer state or weights do not fit .*No space left"
+        CapacityError,
+        match=r"offload_dir='.*'\): 2.* MiB of optimizer state, weights or gradients do not fit .*No space left",
     ):
         train(module, host)
     assert module.losses == []
@@ -309,7 +310,7 @@ def test_a_disk_that_fails_ends_the_fit_with_the_cause(
     module, host, kept = build(), Host(1.0, monkeypatch, disk), tmp_path / "kept.ckpt"
     failing, keeps = After(monkeypatch, name, fail), Keeps(kept, 2)
     trainer = trainer_for(host.strategy, NUM_STEPS, [host, failing, keeps], gradient_clip_val=0.05 if clips else None)
-    with pytest.raises(OSError, match=rf"offload_dir='{disk}'\): .* of optimizer state or weights {said}"):
+    with pytest.raises(OSError, match=rf"offload_dir='{disk}'\): .* of optimizer state, weights or gradients {said}"):
         _fit(trainer, module, DataLoader(SAMPLES, batch_size=BATCH_SIZE))
     monkeypatch.undo()
     # The model is an ordinary one again, and what was saved before is whole; but what the disk has lost is not saved.
@@ -328,7 +329,7 @@ def test_the_refusal_names_the_folder_where_it_helps(monkeypatch: pytest.MonkeyP
     with pytest.raises(CapacityError, match=r"offload_dir='/a/fast/disk'\) for .* of it"):
         train(build(), host)
     host = Host(1.0, monkeypatch, None)
-    host.room = -OF_WEIGHTS // 2
+    host.room = -OF_WEIGHTS
     with pytest.raises(CapacityError, match=r"host is .* short") as error:
         train(build(), host)
     assert "offload_dir" not in str(error.value)

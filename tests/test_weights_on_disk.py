@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy
-from lightning_harmony.engine.model.disk_store import BLOCK, DiskStore, folder_of
+from lightning_harmony.engine.model.disk_store import BLOCK, DiskBuffers, DiskStore, folder_of
 from lightning_harmony.plan.values.host_need import num_on_disk
 from support.same_training import Net, Training, _fit, _result, compare, train_plain, trainer_for
 from support.sampling import combined
@@ -110,6 +110,39 @@ def test_with_room_for_gradients_all_are_in_memory(monkeypatch: pytest.MonkeyPat
     module = build()
     train(module, small_host(monkeypatch, tmp_path, 1.7))
     assert on_disk(module) == []
+
+
+@pytest.mark.parametrize("case", ["just in time", "clipped", "accumulated", "spread", "one after the other"])
+@pytest.mark.sampled
+def test_gradients_that_still_have_no_room_wait_there(
+    case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    waiting, take = list[int](), DiskBuffers.take
+
+    def waits(buffers: DiskBuffers, num_bytes: int) -> Tensor:
+        waiting.append(int(host.strategy.lightning_module.trainer.global_step))
+        return take(buffers, num_bytes)
+
+    of_fit: dict[str, dict[str, Any]] = {
+        "clipped": {"gradient_clip_val": 0.05},
+        "accumulated": {"accumulate_grad_batches": 2},
+        "spread": {"devices": 2},
+    }
+    options = of_fit.get(case, {})
+    # With all weights on disk, there is room for less than half of the gradients.
+    host, module = small_host(monkeypatch, tmp_path, -0.6), build()
+    monkeypatch.setattr(f"{BUDGET}.room_on_host", lambda: max(host.room - host.taken(), 0))
+    monkeypatch.setattr(DiskBuffers, "take", waits)
+    if case == "one after the other":
+        monkeypatch.setattr("lightning_harmony.microbatches.seen.Seen.conclude", lambda *_: "so that they do")
+    result = train(module, host, **options)
+    roomy, other = small_host(monkeypatch, tmp_path, 12.0), build()
+    compare(train(other, roomy, **options), result)
+    assert on_disk(module) == [*range(NUM_LAYERS)]
+    assert on_disk(other) == []
+    assert 0 in waiting
+    assert (max(waiting) > 0) == (case in ("clipped", "accumulated", "one after the other"))
+    assert list(tmp_path.iterdir()) == []
 
 
 class Looks(pl.Callback):
@@ -264,7 +297,7 @@ def test_a_full_disk_is_refused_before_any_moves(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     module, host = build(), small_host(monkeypatch, tmp_path)
     before = copy.deepcopy(module.state_dict())
-    with pytest.raises(CapacityError, match=r"offload_dir='.*'\): 6.* KiB of .* weights do not fit .*No space left"):
+    with pytest.raises(CapacityError, match=r"offload_dir='.*'\): 6.* KiB of .* gradients do not fit .*No space left"):
         train(module, host)
     assert module.losses == on_disk(module) == []
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
@@ -291,7 +324,7 @@ def test_a_disk_that_fails_ends_the_fit_with_the_cause(
     host, kept = small_host(monkeypatch, disk), tmp_path / "kept.ckpt"
     callbacks = [host, After(monkeypatch, name, fail), Keeps(kept, 2)]
     trainer = trainer_for(host.strategy, NUM_STEPS, callbacks, gradient_clip_val=0.05 if clips else None)
-    with pytest.raises(OSError, match=rf"offload_dir='{disk}'\): .* of optimizer state or weights {said}"):
+    with pytest.raises(OSError, match=rf"offload_dir='{disk}'\): .* of optimizer state, weights or gradients {said}"):
         _fit(trainer, module, DataLoader(SAMPLES, batch_size=BATCH_SIZE))  # type: ignore[arg-type]
     assert on_disk(module)
     monkeypatch.undo()

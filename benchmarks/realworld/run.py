@@ -47,12 +47,17 @@ sys.stdin.read()
 """
 HOLD_HOST = """
 import ctypes, mmap, sys
+from concurrent.futures import ThreadPoolExecutor
 free = next(int(line.split()[1]) * 1024 for line in open("/proc/meminfo") if line.startswith("MemAvailable"))
 size = int(free - float(sys.argv[1]) * 2**30)
 if size > 0:
     held = mmap.mmap(-1, size)
     address = ctypes.addressof(ctypes.c_char.from_buffer(held))
-    assert ctypes.CDLL(None, use_errno=True).mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)) == 0, "mlock"
+    lock, part = ctypes.CDLL(None, use_errno=True).mlock, -(-size // 2**14) * 2**10
+    starts = range(0, size, part)
+    with ThreadPoolExecutor(len(starts)) as threads:
+        done = threads.map(lambda at: lock(ctypes.c_void_p(address + at), ctypes.c_size_t(min(part, size - at))), starts)
+        assert not any(done), "mlock"
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -65,6 +70,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--gpu-free", type=float, help="GiB of each GPU that are left to the run")
     parser.add_argument("--host-free", type=float, help="GiB of host memory that are left to the run")
     parser.add_argument("--device-memory", help="of HarmonyStrategy; what is free if it is not given")
+    parser.add_argument("--offload-dir", help="of HarmonyStrategy")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sample, or the side of an image")
     parser.add_argument("--batch", type=int, default=16)
@@ -270,6 +276,7 @@ def _harmony(options: argparse.Namespace) -> Any:
         device_memory=options.device_memory,
         num_microbatches=options.microbatches,
         update_on=options.update_on,
+        offload_dir=options.offload_dir,
         cuda_graphs=options.cuda_graphs,
         profile_cache=False,
     )
@@ -317,6 +324,8 @@ def _row(options: argparse.Namespace, trainer: Any, measure: Measure, start: flo
             "packs": report.num_packs,
             "update": report.update,
             "update_hidden": round(report.update_hidden, 2),
+            "disk_read_gib": round(report.disk_read_bytes / GIB, 2),
+            "disk_written_gib": round(report.disk_written_bytes / GIB, 2),
             "busy": [round(share, 3) for share in report.busy],
             "predicted": report.predicted_seconds,
             "in_gib": {kind: round(amount / GIB, 2) for kind, amount in report.swapped_in_bytes.items()},

@@ -97,9 +97,11 @@ def _on_disk(result: Estimate) -> Iterator[str]:
     trained = host.weight_bytes * result.num_trained // max(result.num_parameters, 1)
     # Before the first update, there are all gradients.
     without_state = max(host.weight_bytes + trained + host.least_stash_bytes, host.least_bytes - host.optimizer_bytes)
-    weights = max(without_state - has, 0)
-    if not result.fits_host(result.chosen) and weights <= trained:
-        kinds = (min(missing, host.optimizer_bytes), "optimizer state"), (weights, "weights")
+    excess = max(without_state - has, 0)
+    weights, gradients = min(excess, trained), max(excess - trained, 0)
+    if not result.fits_host(result.chosen) and gradients <= trained:
+        state = min(missing, host.optimizer_bytes)
+        kinds = (state, "optimizer state"), (weights, "weights"), (gradients, "gradients")
         live = " and ".join(f"{format_bytes(num_bytes)} or more of {kind}" for num_bytes, kind in kinds if num_bytes)
         again = "; layers read the weights twice more" if weights else ""
         yield (

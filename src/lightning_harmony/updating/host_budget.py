@@ -114,6 +114,13 @@ def _movable_weights(
     return movable
 
 
+def _gradient_bytes(layers: Iterable[Iterable[nn.Parameter]], trained: Iterable[nn.Parameter]) -> list[int]:
+    """What the gradients of each layer take, each parameter's once, and of those of no layer."""
+    sizes = {parameter: num_bytes_of(parameter) for parameter in trained}
+    of_layers = [sum(sizes.pop(parameter, 0) for parameter in layer) for layer in layers]
+    return [*of_layers, *sizes.values()]
+
+
 def describe_left(files: Mapping[nn.Parameter, Path]) -> str:
     """What stays in files."""
     folders = sorted({str(path.parent) for path in files.values()})
@@ -127,7 +134,8 @@ def describe_left(files: Mapping[nn.Parameter, Path]) -> str:
 class HostBudget:
     """Keeps gradients and the stash within what the host has left beside weights and optimizer state.
 
-    Where there is a folder for it, optimizer state that leaves them no room lives on disk. Weights do by now.
+    Where there is a folder for it, optimizer state that leaves them no room lives on disk, and gradients that still have none
+    wait there for their update, such as all those of the first step. Weights live there by now.
 
     Args:
         engine: whose they are. As many packs' gradients may wait for their update there as there is room for; where the
@@ -148,6 +156,11 @@ class HostBudget:
         """Whether no update runs just in time. On nodes, a pack's gradients may wait for those of a slower one."""
         return self._trainer.world_size > 1 or self._policy.choose()[0] == "deferred"
 
+    @property
+    def _has_folder(self) -> bool:
+        """Whether what has no room may be on disk."""
+        return self._engine.updater.streamed.disk.folder is not None
+
     def refuse_too_little(self, *, runs_alone: bool) -> None:
         """Refuse to train where gradients and optimizer state will not fit, however few gradients wait.
 
@@ -159,24 +172,19 @@ class HostBudget:
         """
         is_deferred = runs_alone or self._is_deferred
         updated = (p for one in self._trainer.optimizers for p in parameters_of(one))
-        sizes = {p: p.numel() * p.element_size() for p in updated if p.requires_grad}
-        # Each parameter in one layer; those of none, by themselves.
-        gradients = [sum(sizes.pop(p, 0) for p in layer) for layer in self._layers]
-        gradients += sizes.values()
+        gradients = _gradient_bytes(self._layers, [p for p in updated if p.requires_grad])
         # That few gradients wait would hold up the device: where state may make way, there is room for more.
         self._move_to_disk(waiting_bytes(gradients, is_deferred=is_deferred))
         streamed = self._engine.updater.streamed
-        state = self._state_to_come()
-        waiting = bytes_beside_state(gradients, state, is_deferred=is_deferred, ring=1)
-        room = room_on_host()
+        state, room, least = self._state_to_come(), room_on_host(), max(gradients, default=0)
+        waiting = least if self._has_folder else bytes_beside_state(gradients, state, is_deferred=is_deferred, ring=1)
         short = state + waiting - room
         if short > 0:
             rest = max(state - sum(self._movable().values()), 0)
-            least = rest + bytes_beside_state(gradients, rest, is_deferred=is_deferred, ring=1)
             # With a folder, as many weights as that takes are there by now.
-            has_choice = streamed.is_on_device and streamed.disk.folder is None
+            has_choice = streamed.is_on_device and not self._has_folder
             movable = sum(map(num_bytes_of, chain(*_movable_weights(self._layers)))) if has_choice else 0
-            would_fit = least <= room + movable
+            would_fit = rest + least <= room + movable
             raise CapacityError(
                 f"the host is {format_bytes(short)} short: beside the weights, optimizer state takes "
                 f"{format_bytes(state)} and gradients {format_bytes(waiting)}, {format_bytes(room)} are free. "
@@ -187,7 +195,7 @@ class HostBudget:
         """Before a step, and when it is planned: what gradients and the stash may take, as long as no more is known of that.
 
         Raises:
-            CapacityError: if optimizer state is to make way for them, and the disk has no room for it.
+            CapacityError: if optimizer state is to make way for them, or gradients are to wait there, and it has no room.
         """
         engine, known = self._engine, (self._engine.plan, self._engine.has_succeeded)
         if self._limited_for == known:
@@ -203,6 +211,11 @@ class HostBudget:
         # The first step's gradients go as its state comes.
         to_come = self._state_to_come() if engine.has_succeeded else 0
         engine.pool.limit = room_on_host() + engine.pool.num_bytes - to_come
+        overflow, excess = engine.updater.streamed.disk.overflow, sum(engine.gradient_bytes) - engine.pool.limit
+        if overflow is not None and excess > 0 and (self._is_deferred or not engine.has_succeeded):
+            overflow.reserve(excess)
+        elif overflow is not None:
+            overflow.close()
         engine.pool.reserved_bytes = self._least_gradient_bytes() if engine.has_succeeded else 0
 
     def _move_to_disk(self, other_bytes: int) -> None:
@@ -213,7 +226,7 @@ class HostBudget:
         """
         streamed = self._engine.updater.streamed
         excess = self._state_to_come(assumes=True) + other_bytes - room_on_host() - self._engine.pool.num_bytes
-        if streamed.disk.folder is None or excess <= 0:
+        if not self._has_folder or excess <= 0:
             return
         movable = self._movable()
         states = [sum(movable.get(p, 0) for p in layer) for layer in self._layers]
@@ -254,6 +267,9 @@ class HostBudget:
     def _least_gradient_bytes(self) -> int:
         """What a backward cannot do without on the host."""
         gradients = self._engine.gradient_bytes
+        if self._has_folder:
+            # Others wait there.
+            return max(gradients, default=0)
         # Lightning zeroes what parameters still have of the step before.
         kept = self._engine.updater.buffers.kept_bytes
         return max(sum(gradients) - kept, 0) if self._is_deferred else max(gradients, default=0)

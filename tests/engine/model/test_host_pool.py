@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_harmony.engine.devices.stream import Happened
+from lightning_harmony.engine.model.disk_store import DiskBuffers, folder_of
 from lightning_harmony.engine.model.host_pool import KEPT_STEPS, HostPool
 from lightning_harmony.errors import CapacityError
 
@@ -43,6 +45,23 @@ class TestHostPool:
             pool.take(101)
         pool.provide(60, 4)
         assert pool.num_bytes == kept.numel() + 60
+
+    def test_what_has_no_room_goes_elsewhere_if_it_may_and_comes_to_no_other(self, tmp_path: Path) -> None:
+        disk = DiskBuffers(tmp_path)
+        pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), disk)
+        pool.limit = 300
+        kept, _ = pool.take(200, may_overflow=True)
+        with pytest.raises(CapacityError, match="short"):
+            pool.take(101)
+        elsewhere, _ = pool.take(101, may_overflow=True)
+        assert folder_of(elsewhere) == tmp_path
+        assert folder_of(kept) is None
+        assert pool.num_bytes == 200
+        pool.give(elsewhere, None)
+        pool.give(kept, None)
+        del kept
+        assert folder_of(pool.take(101)[0]) is None
+        disk.close()
 
     def test_what_nobody_uses_is_not_counted_as_short(self) -> None:
         pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))

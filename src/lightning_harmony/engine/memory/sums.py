@@ -188,7 +188,7 @@ class Sums:
             num_bytes = accumulator.buffer.numel()
             slots, _ = pack.gradient_layout()
             with self._device.on_host():
-                host, free = self._pool.take(num_bytes)
+                host, free = self._pool.take(num_bytes, may_overflow=True)
                 sums = views_in(host, {key: slot for key, slot in slots.items() if key in accumulator.touched})
                 if with_norms and accumulator.gathered is not None:
                     accumulator.gathered.wait()

@@ -23,7 +23,7 @@ from lightning_harmony.plan.values.memory_size import format_bytes
 
 # Direct I/O copies whole blocks between addresses and places that are multiples of this, whatever a disk's own size of block.
 BLOCK = 4096
-_WHAT = "optimizer state or weights"
+_WHAT = "optimizer state, weights or gradients"
 # All memory in which files of stores are mapped, with its address and their folder. It may outlast its store.
 _MAPPED: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, Path]] = weakref.WeakKeyDictionary()
 
@@ -240,6 +240,45 @@ class DiskStore:
         if self.is_direct:
             os.close(self._direct)
         self._file.close()
+
+
+class DiskBuffers:
+    """Buffers for what the host has no room for, in memory that the system may let go. Each is there until nobody has it.
+
+    They are in a file of their own, whose space is given back while others are still needed.
+
+    Args:
+        folder: where the file is made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._store: DiskStore | None = None
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have room for so many bytes, if there are no buffers.
+
+        Raises:
+            CapacityError: if the disk has too little room.
+        """
+        if self._store is None:
+            self._store = DiskStore(self._folder)
+            self._store.reserve(num_bytes)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A flat buffer.
+
+        Raises:
+            CapacityError: if the disk has too little room.
+        """
+        self._store = self._store or DiskStore(self._folder)
+        return self._store.empty(torch.Size([num_bytes]), (1,), torch.uint8)
+
+    def close(self) -> None:
+        """Give the space back, with the last buffer that somebody has."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
 
 
 def _write(file: int, source: memoryview, place: int) -> None:

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from lightning_harmony.engine.devices.stream import Event
+from lightning_harmony.engine.model.disk_store import DiskBuffers
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.values.memory_size import format_bytes
 
@@ -61,6 +63,7 @@ class HostPool:
 
     Args:
         allocate: makes a flat uint8 buffer of a size.
+        overflow: where those are that have no room, which are not used again; None where none may be elsewhere.
 
     Attributes:
         making_seconds: how long it has taken to make buffers.
@@ -68,11 +71,13 @@ class HostPool:
         reserved_bytes: what the stash leaves of these to gradients.
     """
 
-    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+    def __init__(self, allocate: Callable[[int], Tensor], overflow: DiskBuffers | None = None) -> None:
         self.making_seconds = 0.0
         self.limit: int | None = None
         self.reserved_bytes = 0
-        self._allocate = allocate
+        self._allocate, self._overflow = allocate, overflow
+        # Of those that are on disk.
+        self._elsewhere = weakref.WeakSet[torch.UntypedStorage]()
         self._lock = threading.Lock()
         self._free: dict[int, list[_Free]] = defaultdict(list)
         self._existing = _Existing()
@@ -100,8 +105,12 @@ class HostPool:
         needed = num_bytes + self.reserved_bytes
         return self._fits_beside(needed) or self.has_room(needed)
 
-    def take(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
+    def take(self, num_bytes: int, *, may_overflow: bool = False) -> tuple[Tensor, list[Event]]:
         """A buffer, and the events after which it may be written.
+
+        Args:
+            num_bytes: its size.
+            may_overflow: whether it may be on disk, where the host has no room.
 
         Raises:
             CapacityError: if it would exceed the limit.
@@ -116,7 +125,12 @@ class HostPool:
             # Those of other sizes, which another plan needed.
             self.release()
             if not self.has_room(num_bytes):
-                raise self.shortage(num_bytes)
+                # Below zero, all else has more than there is: the system may have no room for pages of the file.
+                if self._overflow is None or not may_overflow or (self.limit or 0) < 0:
+                    raise self.shortage(num_bytes)
+                buffer = self._overflow.take(num_bytes)
+                self._elsewhere.add(buffer.untyped_storage())
+                return buffer, []
         return self._make(num_bytes), []
 
     def shortage(self, num_bytes: int) -> CapacityError:
@@ -165,6 +179,11 @@ class HostPool:
 
     def give(self, buffer: Tensor, last_use: Event | None) -> None:
         """Return a buffer, with the event of the last copy that reads it."""
+        if buffer.untyped_storage() in self._elsewhere:
+            # Its place goes to another when nobody has it.
+            if last_use is not None:
+                last_use.synchronize()
+            return
         with self._lock:
             self._free[buffer.numel()].append(_Free(buffer, last_use))
 

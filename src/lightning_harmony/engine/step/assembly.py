@@ -111,7 +111,7 @@ def assemble(
         store = HostStore(list(in_order), root, progress, companions, in_files)
     else:
         store = store.reopened(root, companions)
-    pool = HostPool(root.host_buffer)
+    pool = HostPool(root.host_buffer, None if disk is None else disk.overflow)
     recorder = StepRecorder(devices)
     # Where a GPU computes, lanes only launch what it does, on a core that is spared for them. On the host they compute: on
     # the core that the system finds for their caller, which another process may need next time.

@@ -19,7 +19,7 @@ from lightning_harmony.engine.devices.cores import run_anywhere
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event, Happened
 from lightning_harmony.engine.devices.touched_memory import touched_buffer
-from lightning_harmony.engine.model.disk_store import BLOCK, DiskStore, whole_blocks
+from lightning_harmony.engine.model.disk_store import BLOCK, DiskBuffers, DiskStore, whole_blocks
 from lightning_harmony.engine.model.host_store import Slot, lay_out
 
 # How many pieces of state may be in host memory: two that are read ahead, two on a device, and others on their way to disk.
@@ -42,6 +42,7 @@ class DiskHome:
 
     Attributes:
         folder: the same.
+        overflow: buffers for gradients that the host has no room for; None where none may be there.
         bytes_per_second: of what is read and written again; None before that was measured.
         one_update: held while an update uses the buffers. Several devices would wait for each other's.
     """
@@ -56,6 +57,7 @@ class DiskHome:
         self._state_bytes: dict[nn.Parameter, int] = {}
         self._weights: list[nn.Parameter] = []
         self._store: DiskStore | None = None
+        self.overflow = None if folder is None else DiskBuffers(folder)
         self._ring: deque[Buffer] = deque()
         self._readers = ThreadPoolExecutor(_NUM_THREADS, "harmony-disk-read", initializer=run_anywhere)
         # What layers wait for is not to queue behind what updates read ahead.
@@ -288,6 +290,8 @@ class DiskHome:
         for threads in (self._readers, self._urgent_readers, self._writers):
             threads.shutdown(wait=True)
         self._ring.clear()
+        if self.overflow is not None:
+            self.overflow.close()
         if self._store is not None:
             self._store.close()
 
