@@ -1,48 +1,22 @@
-"""The states of metrics: who reads them in a step, and how they are made again what they were."""
+"""The states of metrics: who reads them in a step, and what layers' code that runs again counts once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric
 
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.held.walk import modules_of
+from lightning_harmony.microbatches.remembered import Remembered
 from lightning_harmony.setup import compat
 
 
 def metrics_of(model: nn.Module) -> Iterator[Metric]:
     """The metrics among the modules of a model."""
     return (module for module in model.modules() if isinstance(module, Metric))
-
-
-class MetricStates:
-    """What metrics hold at one moment: of steps that are undone, and of layers' code that runs again."""
-
-    def __init__(self, metrics: Iterable[Metric]) -> None:
-        self._metrics = [
-            (
-                vars(metric),
-                dict(vars(metric)),
-                {name: _copied(vars(metric).get(name)) for name in compat.state_names(metric)},
-            )
-            for metric in metrics
-        ]
-
-    def restore(self) -> None:
-        """Let them hold it again."""
-        for attributes, before, states in self._metrics:
-            attributes.clear()
-            attributes.update(before, **states)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return list(value) if isinstance(value, list) else value
 
 
 class CountedOnce:
@@ -76,7 +50,10 @@ class CountedOnce:
     def again(self) -> Iterator[None]:
         """The context of a layer's code that runs again."""
         counts = [metric.update_count for metric in self._metrics]
-        then = MetricStates(each for each in self._metrics if not self.is_known or id(each) in self._updated)
+        then = Remembered()
+        for each in self._metrics:
+            if not self.is_known or id(each) in self._updated:
+                then.add_attributes(each)
         try:
             yield
         finally:
@@ -84,7 +61,7 @@ class CountedOnce:
             updated = {id(metric) for metric, count in pairs if metric.update_count != count}
             self._is_late = self._is_late or (self.is_known and not updated <= self._updated)
             self._updated |= updated
-            then.restore()
+            then.undo()
 
 
 class ReadMetrics:

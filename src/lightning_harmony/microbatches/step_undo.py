@@ -13,8 +13,8 @@ from lightning_harmony.held.held_state import Held, Marks, state_of_generator
 from lightning_harmony.held.reads import version_of
 from lightning_harmony.held.shared_settings import NOT_SWITCHED, OFTEN_LOOKED_AT
 from lightning_harmony.microbatches.lane_attributes import Draws, KnownChanges
-from lightning_harmony.microbatches.metric_states import MetricStates, metrics_of
-from lightning_harmony.microbatches.remembered import undo_of_tensor
+from lightning_harmony.microbatches.metric_states import metrics_of
+from lightning_harmony.microbatches.remembered import Remembered, undo_of_tensor
 
 # Not more tensors are copied in case that a step changes them: so many are the losses of an epoch, or data.
 MOST_COPIED = 512
@@ -133,8 +133,11 @@ class Undo:
         self._versions = Versions(model)
         # Of small ones no version tells that they change, as statistics of normalizations are.
         kept = [b for b in model.buffers() if id(b) in known.buffers or b.numel() * b.element_size() <= _SMALL_BYTES]
-        self._kept, self._undo = set(map(id, kept)), [undo_of_tensor(buffer) for buffer in kept]
-        self._metrics = MetricStates(metrics_of(model))
+        self._kept, self._remembered = set(map(id, kept)), Remembered()
+        for buffer in kept:
+            self._remembered.add(buffer)
+        for metric in metrics_of(model):
+            self._remembered.add_attributes(metric)
 
     def note_turn(self, microbatch: int) -> None:
         """A microbatch has its turn: the one before has ended."""
@@ -178,11 +181,8 @@ class Undo:
             return False
         if not self._versions.changed() <= self._kept:
             return False
-        with torch.no_grad():
-            for undo in self._undo:
-                undo()
+        self._remembered.undo()
         for buffers, assigned in self._buffers:
             buffers.clear()
             buffers.update(assigned)
-        self._metrics.restore()
         return True

@@ -6,7 +6,7 @@ and says so where another one is installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ from typing import Any
 
 from packaging.version import Version
 from torch import nn
-from torchmetrics import Metric
 
 # What `pyproject.toml` says, too.
 OLDEST, BELOW = "2.6.4", "2.7"
@@ -174,11 +173,6 @@ def step_value(metric: Any) -> Any:
 def set_step_value(metric: Any, value: Any) -> None:
     """Change the value of a metric for the running step."""
     metric._forward_cache = value
-
-
-def state_names(metric: Metric) -> Iterable[str]:
-    """The names of the states of a metric."""
-    return metric._defaults
 
 
 # ---- what a strategy gives ----------------------------------------------------------------------------------------------
