@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
-from time import perf_counter
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
 from lightning_harmony.engine.memory.stash import Stashed
@@ -44,15 +43,13 @@ from lightning_harmony.microbatches.metric_states import ReadMetrics
 from lightning_harmony.microbatches.seen import Seen
 from lightning_harmony.microbatches.step_undo import Versions
 
-# Of a step, watching takes at most this share, beside one microbatch at whose calls everything is looked at.
-_SHARE = 0.01
 _OWN_PACKAGE = __name__.partition(".")[0]
 
 
 class Watch:
     """Compares what Python and the process hold when a microbatch begins with what they hold when it calls a layer.
 
-    The first microbatch may make what all others find, and is looked at when it ends alone.
+    The first microbatch may make what all others find. At calls of the second one all is looked at, and of each when it ends.
 
     Args:
         model: whose step it is.
@@ -79,12 +76,10 @@ class Watch:
         self._microbatch = -1
         self._carried, self._metrics = CarriedState(model), ReadMetrics(model)
         self._silent = Fingerprints(())
-        self._began = perf_counter()
-        self._spent = 0.0
 
     def begin(self, microbatch: int) -> None:
         """A microbatch begins."""
-        with self._timed():
+        with DisableTorchFunction():
             if microbatch == 0:
                 self._versions = Versions(self._model)
             self._microbatch = microbatch
@@ -111,15 +106,15 @@ class Watch:
 
     def at_call(self, layer: str) -> None:
         """The microbatch calls a layer."""
-        with self._timed():
+        with DisableTorchFunction():
             self._carried.at_call()
-        is_due = self._microbatch == 1 or self._spent <= _SHARE * (perf_counter() - self._began)
-        if self._microbatch < 1 or not is_due:
-            return
-        with self._timed():
-            if self._microbatch == 1:
-                for lock in _locks_held(sys._getframe(1)):
-                    self._note_hazard(f"a lock is held ({lock})", layer)
+            metric = self._metrics.at_call() if self._microbatch > 0 else None
+            if metric is not None:
+                self._note_hazard(metric, layer)
+            if self._microbatch != 1:
+                return
+            for lock in _locks_held(sys._getframe(1)):
+                self._note_hazard(f"a lock is held ({lock})", layer)
             for held, begun, now, name in self._changed():
                 self._note_change(held, begun, now, name, layer)
             for held, _, value, mark in self._marks:
@@ -127,9 +122,6 @@ class Watch:
             for setting, before in zip(NOT_SWITCHED, self._settings, strict=True):
                 if setting.get() != before:
                     self._note_hazard(f"{setting.name} is set", layer)
-            metric = self._metrics.at_call()
-            if metric is not None:
-                self._note_hazard(metric, layer)
 
     def _all_values(self) -> Iterator[tuple[Held, Iterable[tuple[Any, Any]]]]:
         """What is in all places, and in the buffers that no layer has."""
@@ -161,7 +153,7 @@ class Watch:
 
     def end(self) -> None:
         """The microbatch has ended."""
-        with self._timed():
+        with DisableTorchFunction():
             self._carried.end()
             changed = list(self._changed())
             for held, begun, now, name in changed:
@@ -269,13 +261,6 @@ class Watch:
 
     def _note_hazard(self, what: str, layer: str) -> None:
         self.seen.note(what, f"layer {layer!r}")
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        before = perf_counter()
-        with torch._C.DisableTorchFunction():
-            yield
-        self._spent += perf_counter() - before
 
     def conclude(self, known: KnownChanges, num_microbatches: int) -> str | None:
         """The step has ended: note what it changes; what speaks against taking turns, if anything does.
