@@ -133,11 +133,10 @@ class Undo:
         self._versions = Versions(model)
         # Of small ones no version tells that they change, as statistics of normalizations are.
         kept = [b for b in model.buffers() if id(b) in known.buffers or b.numel() * b.element_size() <= _SMALL_BYTES]
-        self._kept, self._remembered = set(map(id, kept)), Remembered()
-        for buffer in kept:
-            self._remembered.add(buffer)
+        self._kept, metrics = set(map(id, kept)), Remembered()
         for metric in metrics_of(model):
-            self._remembered.add_attributes(metric)
+            metrics.add_attributes(metric)
+        self._undo = [*map(undo_of_tensor, kept), metrics.undo]
 
     def note_turn(self, microbatch: int) -> None:
         """A microbatch has its turn: the one before has ended."""
@@ -181,7 +180,9 @@ class Undo:
             return False
         if not self._versions.changed() <= self._kept:
             return False
-        self._remembered.undo()
+        with torch.no_grad():
+            for undo in self._undo:
+                undo()
         for buffers, assigned in self._buffers:
             buffers.clear()
             buffers.update(assigned)
