@@ -121,6 +121,26 @@ def test_microbatches_spread_over_devices_differ_by_the_order_of_sums_only_and_a
         assert report.swapped_out_bytes["gradients"] == one.reports[-1].swapped_out_bytes["gradients"]
 
 
+@pytest.mark.parametrize("update", ["just-in-time", "deferred"])
+def test_gradients_of_accumulated_batches_count_once_where_each_device_sums_its_own(update: Any) -> None:
+    """Each device began its sum with those of the batches before."""
+    module = build(nets.Language)
+    one, several = (
+        train_harmony(
+            copy.deepcopy(module),
+            nets.tokens(),
+            HarmonyStrategy(num_microbatches=4, device_memory="96KiB", parallel="data", update=update),
+            8,
+            with_gradients=False,
+            devices=devices,
+            accumulate_grad_batches=3,
+        )
+        for devices in (1, 2)
+    )
+    assert several.reports[-1].transferred_bytes > 0
+    compare(in_one_order(one), in_one_order(several), 1e-5)
+
+
 @pytest.mark.cpu
 def test_devices_may_have_unequal_capacities() -> None:
     module = build(nets.Language)

@@ -94,10 +94,11 @@ class GradientSums:
             if index in self._placement.plan.spread and self._step.current() is not None:
                 self._gather(layer, use, gradients, residents)
                 return
-            # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
-            residents.sums.accumulate(
-                residents.packs[index], layer, use, gradients, add_to_earlier=self._step.in_backward
-            )
+            # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet. Where
+            # several devices have sums of a pack, those of earlier batches are added once, on the host.
+            plan = self._placement.plan
+            add_to_earlier = self._step.in_backward and (plan.num_devices == 1 or plan.parallel == "pipeline")
+            residents.sums.accumulate(residents.packs[index], layer, use, gradients, add_to_earlier=add_to_earlier)
 
     def _gather(
         self, layer: SwappedLayer, use: int, gradients: Sequence[tuple[nn.Parameter, Tensor]], source: Residents
