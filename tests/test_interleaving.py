@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import CatMetric, SumMetric
 
 from lightning_harmony import HarmonyStrategy
@@ -984,3 +985,32 @@ def test_a_buffer_that_a_later_call_finds_changed_is_each_microbatchs_own(
     lines = [each for each in caplog.messages if ONE_AFTER_THE_OTHER in each]
     assert len(lines) == 2
     assert all("is changed in one call, and found so in a later one" in line for line in lines)
+
+
+class CountsInBackward(nn.Module):
+    """A checkpoint around layers counts what it runs, in the backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nets.Block() for _ in range(3))
+        self.calls = 0
+
+    def run(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+    def forward(self, batch: Any) -> Tensor:
+        return F.mse_loss(checkpoint(self.run, batch[0], use_reentrant=False), batch[1])
+
+
+def test_what_a_backward_counts_on_is_seen_in_the_first_step(caplog: Any) -> None:
+    """It used to show where a later step ran each backward with its forward. Else some of the counts were lost."""
+    net = CountsInBackward()
+    turns, said = takes_turns(net, caplog)
+    assert not turns
+    assert "the number 'calls' of module 'net' is changed" in said[0]
+    assert "has run twice" not in caplog.text
+    # Of three steps of four microbatches, each counts in its forward and in its backward.
+    assert net.calls == 24

@@ -86,8 +86,8 @@ class Seen:
         return self.hazard
 
     def _step_of_count(self, place: str, name: Any, num_microbatches: int) -> float | None:
-        """How far each microbatch has counted what is there; None if it is no such number."""
-        steps = self.steps.get((place, name), [])
+        """How far each microbatch has counted what is there; None if it is no such number, or its backward counts on."""
+        steps = [] if (place, name) in self.in_backward else self.steps.get((place, name), [])
         return steps[0] if len(steps) == num_microbatches and len(set(steps)) == 1 else None
 
     def _conclude_changes(self, carried: CarriedState, known: KnownChanges) -> None:
