@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,12 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.plan import Plan
 from support import nets, same_training
 from support.same_training import Net, assert_same_training, compare, room, train_harmony, train_plain, trainer_for
+from support.sampling import combined
 from support.taking_turns import samples, takes_turns
 
 pytestmark = [
@@ -621,3 +624,64 @@ def test_a_tensor_that_each_call_draws_for_itself_stays_its_own() -> None:
         train_harmony(Net(Bayesian(of_its_own)), samples(), strategy, 8, with_gradients=False),
         tolerance=1e-6,
     )
+
+
+class RunsAgain(nets.Block):
+    """A part of it runs once more in the backward, as that of a DenseNet that saves memory."""
+
+    counted: Tensor
+
+    def __init__(self, kind: str, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(nets.WIDTH) if kind == "statistics" else nn.Identity()
+        self.register_buffer("counted", torch.zeros(()))
+        self.kind, self.use_reentrant = kind, use_reentrant
+
+    def part(self, x: Tensor) -> Tensor:
+        if self.kind == "in place":
+            self.counted += 1
+        elif self.kind == "replaced":
+            self.counted = self.counted + 1
+        return self.norm(super().forward(x))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.part, x, use_reentrant=self.use_reentrant)
+        return y * 1.5
+
+
+class WithCheckpoints(Reads):
+    def __init__(self, kind: str, *, use_reentrant: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[RunsAgain(kind, use_reentrant=use_reentrant) for _ in range(3)])
+
+    def run(self, x: Tensor) -> Tensor:
+        # Reentrant checkpoints need an input that requires a gradient.
+        return self.blocks(x.clone().requires_grad_())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "use_reentrant", "num_microbatches", "has_capacity"),
+    combined(product(["statistics", "in place", "replaced"], [False, True]), [(1, True), (4, True), (4, False)]),
+)
+@pytest.mark.sampled
+def test_what_a_checkpoint_within_a_layer_changes_when_it_runs_again_is_changed_as_in_plain_training(
+    kind: str, use_reentrant: bool, num_microbatches: int, has_capacity: bool
+) -> None:
+    """BatchNorm took statistics once for each microbatch, where plain Lightning takes them twice."""
+    module = Net(WithCheckpoints(kind, use_reentrant=use_reentrant))
+    capacity = room("40KiB") if has_capacity else None
+    assert_same_training(module, samples(), device_memory=capacity, num_microbatches=num_microbatches)
+
+
+def test_it_is_said_that_no_turns_are_taken_then(caplog: pytest.LogCaptureFixture) -> None:
+    has_turns, (said,) = takes_turns(WithCheckpoints("in place"), caplog)
+    assert not has_turns
+    assert "buffer 'counted' of layer 'net.blocks.0' is changed in the backward" in said
+
+
+def test_where_the_backward_follows_all_forwards_it_is_refused_with_the_way_out() -> None:
+    module = Net(WithCheckpoints("in place"))
+    with pytest.raises(UnsupportedModelError, match=r"'counted' of layer .* in the backward.*num_microbatches=1"):
+        train_harmony(
+            module, samples(), HarmonyStrategy(num_microbatches=4), 8, with_gradients=False, accumulate_grad_batches=2
+        )

@@ -615,13 +615,13 @@ def test_no_turn_but_the_first_waits_for_a_host_buffer(monkeypatch: pytest.Monke
     """To make one takes longer than small layers do: all turns of a first step used to be timed with it."""
     take, missed = HostPool.take, Counter[int]()
 
-    def noting(pool: HostPool, num_bytes: int) -> Any:
+    def noting(pool: HostPool, num_bytes: int, **options: Any) -> Any:
         lane = this_thread.lane
         # Sums that make way for a layer that is measured are no part of its turn.
         parks = any(frame.name == "park" and frame.filename.endswith("sums.py") for frame in extract_stack())
         if lane is not None and not parks and not pool._free[num_bytes]:
             missed[lane.microbatch] += 1
-        return take(pool, num_bytes)
+        return take(pool, num_bytes, **options)
 
     monkeypatch.setattr(HostPool, "take", noting)
     strategy = HarmonyStrategy(num_microbatches=4, device_memory="256KiB")

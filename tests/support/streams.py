@@ -1054,8 +1054,8 @@ def _show_threads(monkeypatch: pytest.MonkeyPatch, detector: Detector) -> None:
         given[buffer.data_ptr()] = detector.here.clock.copy()
         give(self, buffer, last_use)
 
-    def take_seen(self: HostPool, num_bytes: int) -> tuple[Tensor, list[Any]]:
-        buffer, free = take(self, num_bytes)
+    def take_seen(self: HostPool, num_bytes: int, **options: Any) -> tuple[Tensor, list[Any]]:
+        buffer, free = take(self, num_bytes, **options)
         # Who finds it in the pool knows what who gave it knew.
         detector.here.clock.join(given.pop(buffer.data_ptr(), Clock()))
         return buffer, free

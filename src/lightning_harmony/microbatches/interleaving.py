@@ -316,6 +316,8 @@ class Interleaving:
         elif (changed_parameter := self._engine.step.changed_parameter) is not None:
             changed = f"the step changes parameter {changed_parameter!r}"
             self.end(changed, num_microbatches, "change it in on_train_batch_start or on_train_batch_end")
+        elif (again := self._engine.step.changed_in_backward) is not None:
+            self.end(f"{again} is changed in the backward", num_microbatches, "leave out the checkpoint that does so")
         elif self._engine.step.gradient_flags.are_left:
             self.end(_FLAGS, num_microbatches, "do that in a hook")
         elif read is not None:

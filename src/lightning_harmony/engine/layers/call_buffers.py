@@ -125,14 +125,37 @@ class CallBuffers:
                     "new tensor, or make it as large in the first call"
                 )
 
-    def as_they_were(self, residency: Residency) -> dict[BufferKey, Tensor]:
-        """What the recompute finds; what it does to those that calls change is dropped."""
-        if not self._layer.buffers:
-            return {}
-        buffers = {key: residency.buffers[key] for key in self._layer.buffers} | _copies(self._before)
+    def as_they_were(self) -> dict[BufferKey, Tensor]:
+        """What the recompute finds of those that calls change; what it does to these is dropped."""
+        buffers = _copies(self._before)
         for key, places in self._filled.items():
             places.append(_memory(buffers[key]))
         return buffers
+
+    def as_they_are(self, residency: Residency) -> dict[BufferKey, Tensor]:
+        """What code of the layer finds that runs in the backward, such as a checkpoint's: what was left there last."""
+        self.bound = {key: residency.buffers[key] for key in self._layer.buffers}
+        self._versions = {key: tensor._version for key, tensor in self.bound.items()}
+        return self.bound
+
+    def take_over_again(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> list[BufferKey]:
+        """Let the pack have those that such code has changed or replaced.
+
+        Args:
+            residency: of the pack.
+            left: what the layer had when the backward went on elsewhere.
+
+        Returns:
+            Which ones.
+        """
+        found, self.bound = self.bound, {}
+        counted = [key for key, it in left.items() if it is not found[key] or it._version != self._versions[key]]
+        owners = {id(owner) for owner, _ in counted}
+        changed = [key for key in left if key in counted or (_is_statistic(key) and id(key[0]) in owners)]
+        residency.buffers.update({key: it.detach() for key in changed if (it := left[key]) is not None})
+        for keys in (residency.dirty_buffers, self._layer.changed_buffers, self._layer.changing_buffers):
+            keys.update(changed)
+        return changed
 
     def fill_again(self, saves: Saves) -> None:
         """Let what a graph has saved of buffers be as a later call has left them that filled them through `.data`.

@@ -280,8 +280,7 @@ class LayerCall:
                     narrow = {p: make_resident(parameter_like(p, leaves[p].detach().to(dtype))) for p in casts}
                 self.residency.leaves = {**leaves, **narrow}
                 found, uses = self._weights.tried(narrow, leaves, self.residency)
-                beside, bound = self._recompute.bound(self.residency, found)
-                with beside, bound:
+                with self._recompute.bound(self.residency, found):
                     again = flatten(self._recompute.run(self.residency, self._run))[0]
         except torch.OutOfMemoryError:
             # No room to try in: they stay as they are.
@@ -336,11 +335,10 @@ class LayerCall:
         if self.runtime.is_last_backward():
             self.layer.first_inputs = []
         try:
-            with self.runtime.surroundings.differentiating(residency):
-                # For as long as the backward is here: a checkpoint within the layer runs a part of it again.
-                beside, bound = self._recompute.bound(residency, self._weights.bind_again(residency))
-                with beside, bound:
-                    yield
+            surroundings = self.runtime.surroundings.differentiating(residency)
+            # For as long as the backward is here: a checkpoint within the layer runs a part of it again.
+            with surroundings, self._recompute.bound(residency, self._weights.bind_again(residency)):
+                yield
         finally:
             self._weights.forget_uses()
             del self.residency

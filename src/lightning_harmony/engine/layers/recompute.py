@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ class Recompute:
         """Let the pack have the buffers that the layer has changed; whether it has changed any, or an input."""
         changed = self._buffers.take_over(residency, left) if left else []
         if changed:
-            self._runtime.show_changed_buffers(self._layer, residency, changed)
+            self._runtime.show_changed_buffers(self._layer, {key: residency.buffers[key] for key in changed}, False)
         has_changed = bool(changed) or self._unchanged.have_changed()
         # It has the caller's tensors.
         del self._unchanged
@@ -132,12 +132,16 @@ class Recompute:
         if any(counter._version != version for counter, version in layer.first_inputs):
             layer.changes_inputs = True
 
-    def bound(
-        self, residency: Residency, weights: Mapping[nn.Parameter, Tensor]
-    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """The two contexts of the layer's code when it runs again, with these weights: the first one is around the other."""
-        beside = self._layer.companions.bound(residency.leaves, residency.companions, self.changes)
-        return beside, self._layer.bound(weights, self._buffers.as_they_were(residency))
+    @contextmanager
+    def bound(self, residency: Residency, weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+        """The context of the layer's code in the backward, with these weights: the pack has what that changes of buffers."""
+        layer = self._layer
+        beside = layer.companions.bound(residency.leaves, residency.companions, self.changes)
+        with beside, layer.bound(weights, self._buffers.as_they_are(residency)) as left:
+            yield
+        changed = self._buffers.take_over_again(residency, left) if left else []
+        if changed:
+            self._runtime.show_changed_buffers(layer, {key: residency.buffers[key] for key in changed}, True)
 
     def run(self, residency: Residency, own: Callable[..., Any]) -> Any:
         """Run the layer's code once more, within `bound`.
@@ -157,7 +161,7 @@ class Recompute:
             leaves = [leaf.load() if isinstance(leaf, StashedObject) else leaf for leaf in self._objects]
         args, kwargs = self._arguments.again(inputs, leaves)
         del inputs, leaves
-        with self._random.entered(residency.cuda_index):
+        with self._random.entered(residency.cuda_index), self._layer.holding(self._buffers.as_they_were()):
             attributes = self._layer.attributes.as_they_were(self.attributes)
             with self._ambient.entered(), self._runtime.recomputing(), attributes, self._elsewhere():
                 return self._ambient.run(own, *args, **kwargs)

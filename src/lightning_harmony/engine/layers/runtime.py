@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,8 +53,17 @@ class Runtime(OfGlue, Protocol):
         """A layer is about to allocate more than it was seen to."""
         return
 
-    def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
-        """The code between layers is to see what a layer has left in these of its buffers."""
+    def show_changed_buffers(self, layer: SwappedLayer, buffers: Mapping[BufferKey, Tensor], again: bool) -> None:
+        """The code between layers is to see what a layer has left in some of its buffers.
+
+        Args:
+            layer: which one.
+            buffers: what is in them.
+            again: whether a part of its code has changed them that ran again in the backward.
+
+        Raises:
+            UnsupportedModelError: if it did, and another microbatch was to find that in its forward.
+        """
         return
 
     def last_filled(self) -> dict[BufferKey, Tensor | None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import new_class
 from typing import Any
@@ -319,6 +319,18 @@ class SwappedLayer:
             The context, with a dict that holds, once it is left, the buffers as the code left them.
         """
         return _Bound(self, parameters, buffers)
+
+    @contextmanager
+    def holding(self, buffers: Mapping[BufferKey, Tensor]) -> Iterator[None]:
+        """Let the layer's code find these buffers, and then what it found before."""
+        outside = {key: _tensors_of(key)[key[1]] for key in buffers}
+        try:
+            for key, tensor in buffers.items():
+                _tensors_of(key)[key[1]] = tensor
+            yield
+        finally:
+            for key, before in outside.items():
+                _tensors_of(key)[key[1]] = before
 
     def bound_weight(self, parameter: nn.Parameter) -> Tensor | None:
         """What the layer's code finds in a parameter's place, while it runs; None if it has none."""

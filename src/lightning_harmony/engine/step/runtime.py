@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -178,10 +178,12 @@ class Runtime:
 
     # ---- buffers that glue reads ---------------------------------------------------------------------------------------
 
-    def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
-        """The code between layers sees what a layer has left in these of its buffers, which the host's are not yet."""
+    def show_changed_buffers(self, layer: SwappedLayer, buffers: Mapping[BufferKey, Tensor], again: bool) -> None:
+        """The code between layers sees what a layer has left in some of its buffers, which the host's are not yet."""
+        if again:
+            self._step.note_changed_in_backward(layer.name, *(name for _, name in buffers))
         if self._step.current() is not None:
-            self._model.show_buffers(layer, {key: residency.buffers[key] for key in keys}, self)
+            self._model.show_buffers(layer, buffers, self)
 
     def read_buffer(self, layer: SwappedLayer, key: BufferKey) -> Tensor:
         """A copy of what is in a layer's buffer, for the code between layers or for another layer.
@@ -422,8 +424,7 @@ class Runtime:
 
     def end_backward(self, layer: SwappedLayer) -> None:
         """An announced backward is over."""
-        progress = self._step.current()
-        if progress is not None:
+        if (progress := self._step.current()) is not None:
             progress.pending[self._placement.pack_of[layer.index]] -= 1
 
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:

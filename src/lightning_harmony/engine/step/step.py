@@ -19,6 +19,7 @@ from lightning_harmony.engine.nodes.averaging import Averaging
 from lightning_harmony.engine.step.gradient_flags import GradientFlags
 from lightning_harmony.engine.step.read_buffers import ReadBuffers
 from lightning_harmony.engine.step.turns import LaneProgress, Turns
+from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Phase
 
@@ -92,6 +93,7 @@ class Step:
         watch: watches its microbatches while one runs after the other.
         has_optimizer: whether an optimizer has a parameter.
         changed_parameter: the name of a parameter that its code has changed; None if it has changed none.
+        changed_in_backward: the buffer of a layer whose own code has changed it in the backward, in words; None if none has.
         gradient_flags: what its code says of parameters that need gradients.
         read_buffers: the buffers of layers that others have read, and the layers.
         buffer_copies: what those have read.
@@ -117,6 +119,7 @@ class Step:
         self.watch: StepWatch | None = None
         self.has_optimizer = has_optimizer
         self.changed_parameter: str | None = None
+        self.changed_in_backward: str | None = None
         self.gradient_flags = GradientFlags()
         self.read_buffers: dict[BufferKey, SwappedLayer] = {}
         self.buffer_copies = ReadBuffers()
@@ -137,6 +140,25 @@ class Step:
     def runs_whole(self) -> bool:
         """Whether each microbatch runs forward and backward before the next one begins."""
         return self.is_sequential and self.predicted is not None
+
+    def note_changed_in_backward(self, layer: str, buffer: str, *_: str) -> None:
+        """The own code of a layer has changed buffers in the backward, as where a checkpoint runs a part of it again.
+
+        Args:
+            layer: its name.
+            buffer: that of the first of them.
+
+        Raises:
+            UnsupportedModelError: if another microbatch was to find that in its forward.
+        """
+        found = f"buffer {buffer!r} of layer {layer!r}"
+        if len(self.turns.running) > 1 and not self.runs_whole:
+            raise UnsupportedModelError(
+                f"{found} is changed in the backward, where a checkpoint within the layer runs a part of it again: other "
+                "microbatches should have found that in their forward. Use HarmonyStrategy(num_microbatches=1), or leave that "
+                "checkpoint out: layers are recomputed without it"
+            )
+        self.changed_in_backward = found
 
     @property
     def read_buffer(self) -> str | None:
@@ -169,7 +191,7 @@ class Step:
             having_buffers: the packs whose layers have buffers, which they may change.
         """
         if running:
-            self.read_buffers, self.changed_parameter = {}, None
+            self.read_buffers, self.changed_parameter, self.changed_in_backward = {}, None, None
             self.gradient_flags.forget()
         self.buffer_copies = ReadBuffers()
         self._progress = {progress.lane: progress for progress in running}
