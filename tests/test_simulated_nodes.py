@@ -42,7 +42,7 @@ class Deep(pl.LightningModule):
 @cache
 def estimated(**options: Any) -> Estimate:
     """An estimate of the model, made once for each set of options: nothing changes it."""
-    batch = torch.empty(64, 64, device="meta")
+    batch = torch.empty(16, 64, device="meta")
     return estimate(Deep, batch, machine=H200, device_memory="8GiB", num_microbatches=4, **options)
 
 
@@ -87,7 +87,7 @@ def test_a_network_bounds_the_estimated_step() -> None:
 
 def test_an_estimate_says_what_is_of_each_machine() -> None:
     page = str(estimated(num_nodes=2, network_gigabits=25))
-    assert "of 16, on each of 2 machines" in page
+    assert "of 4, on each of 2 machines" in page
     assert "optimizer (50% of that of all 2 machines)" in page
     assert "to save a checkpoint, the host of the first machine takes up to 128 KiB more" in page
     assert "sends   128 KiB to other machines" in page
