@@ -81,6 +81,12 @@ def measured() -> tuple[str, bytes]:
         return file.name, file.read_bytes()
 
 
+@cache
+def without_profile() -> Training:
+    """What a fit without a folder trains."""
+    return train(False)
+
+
 def file_of_a_fit(folder: Path) -> Path:
     """That file, in a folder that is made for it."""
     name, content = measured()
@@ -137,7 +143,7 @@ class TestFirstStep:
     def test_of_another_capacity_is_planned_from_what_was_measured_in_another(
         self, folder: Path, begun: list[tuple[Plan, bool]]
     ) -> None:
-        train(folder, device_memory="96KiB")
+        file_of_a_fit(folder)
         begun.clear()
         train(folder, device_memory=None)
         plan, is_measured = begun[0]
@@ -179,11 +185,11 @@ class TestFirstStep:
 
     def test_gives_what_plain_lightning_gives(self, folder: Path) -> None:
         plain = train_plain(build(), SAMPLES, 4, 8)
-        train(folder)
+        file_of_a_fit(folder)
         compare(plain, train(folder))
 
     def test_with_larger_microbatches_than_ever_is_measured(self, folder: Path, begun: list[tuple[Plan, bool]]) -> None:
-        train(folder)
+        file_of_a_fit(folder)
         begun.clear()
         train(folder, num_microbatches=2)
         assert begun[0][1]
@@ -197,7 +203,7 @@ class TestFirstStep:
 
 class TestOthers:
     def test_another_model_has_another_file(self, folder: Path) -> None:
-        train(folder)
+        file_of_a_fit(folder)
         train(folder, lambda: nets.Language(num_blocks=5))
         assert len(list(folder.iterdir())) == 2
 
@@ -206,16 +212,15 @@ class TestOthers:
             def forward(self, tokens: Any) -> Any:
                 return super().forward(tokens) * 2
 
-        train(folder)
+        file_of_a_fit(folder)
         train(folder, Other)
         assert len(list(folder.iterdir())) == 2
 
     def test_a_step_that_goes_another_way_than_recorded_is_measured_anew(
         self, folder: Path, begun: list[tuple[Plan, bool]]
     ) -> None:
-        expected = train(False)
-        train(folder)
-        file = file_in(folder)
+        expected = without_profile()
+        file = file_of_a_fit(folder)
         record = Record.from_json(file.read_text())
         file.write_text(replace(record, calls=record.calls[::-1]).to_json())
         begun.clear()
@@ -237,8 +242,7 @@ class TestOthers:
 
     @pytest.mark.cpu
     def test_what_does_not_fit_is_not_planned_from_it_again(self, folder: Path) -> None:
-        train(folder)
-        file = file_in(folder)
+        file = file_of_a_fit(folder)
         record = Record.from_json(file.read_text())
         (size,) = record.sizes
         nothing = tuple(
@@ -301,8 +305,7 @@ class TestFiles:
             train(folder)
 
     def test_no_half_file_is_left_where_writing_fails(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        train(folder)
-        before = file_in(folder).read_text()
+        before = file_of_a_fit(folder).read_text()
 
         def fail(*args: Any) -> None:
             raise OSError("no space left on device")
@@ -357,7 +360,7 @@ class TestAnotherMachine:
     """A profile may be of a machine that was busy, or that has become so since."""
 
     def test_what_predicts_slow_steps_is_corrected_by_the_next_fit(self, folder: Path) -> None:
-        train(folder)
+        file_of_a_fit(folder)
         slow = 1e6
         values = json.loads(file_in(folder).read_text())
         for size in values["sizes"]:
@@ -381,7 +384,7 @@ class TestAnotherMachine:
     def test_a_profile_whose_predictions_are_far_from_what_steps_take_is_discarded(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, times_as_long: float, num_steps: int, is_discarded: bool
     ) -> None:
-        train(folder)
+        file_of_a_fit(folder)
         note_seconds, taken = Planner.note_seconds, list[float]()
         predictions: list[Any] = []
 
