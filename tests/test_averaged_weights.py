@@ -19,7 +19,7 @@ from support.device_updates import OPTIMIZERS
 from support.same_training import Net, compare, root, train_harmony, train_plain, trainer_for
 from support.sampling import combined
 
-STEPS = 4
+STEPS = 3
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
 

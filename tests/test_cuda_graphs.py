@@ -25,7 +25,7 @@ from support.chains import BATCH, MICROBATCHES, WIDTH, Block, Chain, build, samp
 from support.same_training import Net, Training, compare, root, train_harmony, train_plain
 from support.sampling import combined
 
-STEPS = 6
+STEPS = 4
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
 

@@ -70,6 +70,7 @@ def test_the_number_of_devices_changes_no_bit(net: str, devices: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.nightly
 def test_four_devices_train_as_plain_lightning_does(optimizer: str) -> None:
     module = build(lambda: nets.Language(num_blocks=6, dropout=0.2), optimizer)
     assert_same_training(module, nets.tokens(), device_memory="96KiB", devices=4)
@@ -95,7 +96,7 @@ def test_without_a_limit_the_packs_still_go_round_the_devices() -> None:
 
 @pytest.mark.cpu
 def test_weights_and_gradients_cross_the_bus_once_however_many_devices_there_are() -> None:
-    module = build(lambda: nets.Language(num_blocks=8))
+    module = build(lambda: nets.Language(num_blocks=5))
     crossed = []
     for devices in (1, 2, 4):
         report = train(module, devices, device_memory="64KiB").reports[-1]

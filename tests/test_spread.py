@@ -38,7 +38,7 @@ from support.spreading import spread_packs
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
-NUM_MICROBATCHES, BATCH_SIZE, NUM_STEPS = 4, 8, 4
+NUM_MICROBATCHES, BATCH_SIZE, NUM_STEPS = 4, 8, 3
 LOGITS = 256
 
 

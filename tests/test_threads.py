@@ -52,7 +52,7 @@ class Chain(nn.Module):
         return x.pow(2).mean()
 
 
-def fit(module: pl.LightningModule, strategy: Any, steps: int = 6) -> pl.LightningModule:
+def fit(module: pl.LightningModule, strategy: Any, steps: int = 4) -> pl.LightningModule:
     data = torch.linspace(-1, 1, 8 * steps * nets.WIDTH).reshape(-1, nets.WIDTH)
     trainer_for(strategy, steps, []).fit(module, DataLoader(data, 8))
     return module
