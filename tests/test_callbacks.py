@@ -183,6 +183,7 @@ def test_averaged_weights_are_equal_and_validated(callback: Callable[[], Any]) -
 
 
 @pytest.mark.devices(1, 2)
+@pytest.mark.nightly
 def test_stochastic_weight_averaging_gives_equal_bits() -> None:
     fit_both(
         lambda: cb.StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2), max_epochs=3, validate=True
@@ -707,6 +708,7 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.nightly
 def test_the_learning_rate_finder_finds_the_same_rate_and_leaves_the_model_as_it_was() -> None:
     results = []
     for kind in ("plain", "harmony"):
@@ -722,6 +724,7 @@ def test_the_learning_rate_finder_finds_the_same_rate_and_leaves_the_model_as_it
 
 @pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize("mode", ["power", "binsearch"])
+@pytest.mark.nightly
 def test_the_batch_size_finder_finds_the_same_size_and_leaves_the_model_as_it_was(mode: str) -> None:
     results = []
     for kind in ("plain", "harmony"):

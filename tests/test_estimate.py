@@ -530,6 +530,7 @@ def gpt2(**arguments: Any) -> transformers.GPT2Config:
     return transformers.GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=50, n_positions=64, **arguments)
 
 
+@pytest.mark.nightly
 def test_configurations_of_hugging_face_are_estimated() -> None:
     result = estimate(gpt2(), batch_size=4, machine=MACHINE)
     assert (result.name, result.items_per_step) == ("GPT2LMHeadModel", 4 * 64)

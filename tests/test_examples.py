@@ -89,6 +89,7 @@ def test_language_models_of_hugging_face_get_the_weights_that_plain_lightning_gi
     assert_same_training(getattr(example, model)(example.small_llama(3)), windows, device_memory="7MiB")
 
 
+@pytest.mark.nightly
 def test_a_resnet_gets_the_weights_and_statistics_that_plain_lightning_gives() -> None:
     torch.manual_seed(0)
     model = import_module("resnet").ResNet(width=16, blocks=2)
@@ -102,6 +103,7 @@ def test_a_gan_gets_the_weights_that_plain_lightning_gives() -> None:
     assert_same_training(model, shapes, device_memory="512KiB", num_microbatches=1, updates=["after the backward"])
 
 
+@pytest.mark.nightly
 def test_a_diffusion_model_gets_the_average_of_weights_that_plain_lightning_gives() -> None:
     torch.manual_seed(0)
     model = import_module("diffusion").Diffusion(width=16)

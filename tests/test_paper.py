@@ -84,6 +84,7 @@ def test_replay_counts_what_two_devices_copy(paper: Any, row: str, parallel: str
         assert 0 <= measured["report"]["transferred_bytes"] - counted.between_devices < 10_000
 
 
+@pytest.mark.nightly
 def test_replay_counts_what_convolutions_copy(paper: Any) -> None:
     rows = [run(paper, "vgg-416", row, 1, "pipeline", AMPLE) for row in ("per microbatch", "packing")]
     for row in rows:
@@ -92,6 +93,7 @@ def test_replay_counts_what_convolutions_copy(paper: Any) -> None:
     assert rows[0][0]["losses"] == rows[1][0]["losses"]
 
 
+@pytest.mark.nightly
 def test_replay_counts_all_but_the_statistics_that_norms_send_back(paper: Any) -> None:
     measured, plan, counted = run(paper, "resnet-1001", "per microbatch", 1, "pipeline", AMPLE)
     assert measured["report"]["swapped_out_bytes"].pop("weights") > 0
