@@ -26,7 +26,7 @@ from support.same_training import Net, Training, _fit, _result, compare, root, t
 from support.same_training import train_plain as _train_plain
 from support.sampling import combined
 
-STEPS = 6
+STEPS = 5
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
 
