@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_harmony.engine.measure.report import StepReport, Traffic
 from lightning_harmony.engine.nodes.exchange import take_sent_bytes
 from lightning_harmony.engine.step.executor import Executor
-from lightning_harmony.updating.optimizer_state import state_bytes
+from lightning_harmony.updating.optimizer_state import StateSize
 
 
 class StepReports:
@@ -22,7 +22,7 @@ class StepReports:
 
     def __init__(self) -> None:
         self.last: StepReport | None = None
-        self._state_bytes = 0
+        self._state_bytes, self._state_size = 0, StateSize()
         self._start = 0.0
 
     def begin(self, engine: Executor | None) -> None:
@@ -45,7 +45,7 @@ class StepReports:
         seconds = perf_counter() - self._start
         disk = engine.updater.streamed.disk
         read_bytes, written_bytes = disk.take_moved_bytes()
-        before, self._state_bytes = self._state_bytes, state_bytes(optimizers) - disk.used_bytes
+        before, self._state_bytes = self._state_bytes, self._state_size.num_bytes(optimizers) - disk.used_bytes
         most = max(engine.pool.take_peak_bytes() + before, engine.pool.num_bytes + self._state_bytes)
         engine.planner.note_seconds(seconds)
         is_alone = engine.step.is_sequential and num_microbatches > 1

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.glue.equal_stand_ins import stood_for
 from lightning_harmony.engine.glue.glue import StandIn
 from lightning_harmony.engine.nodes.division import Division
-from lightning_harmony.engine.structures.tree import tensors_of
 
 # Host bytes of optimizer state per parameter byte, where it is known before the first step.
 STATE_COPIES = {
@@ -76,8 +77,8 @@ def state_bytes(optimizers: Sequence[Optimizer]) -> int:
 
 
 def _bytes_of(state: Any) -> int:
-    values = dict(state).values() if isinstance(state, Mapping) else (state,)
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(*values))
+    tensors = tree_leaves(_copied(state))
+    return sum(leaf.numel() * leaf.element_size() for leaf in tensors if isinstance(leaf, Tensor))
 
 
 def key_by_parameters(optimizers: Sequence[Optimizer]) -> None:
@@ -89,3 +90,34 @@ def key_by_parameters(optimizers: Sequence[Optimizer]) -> None:
             entries = [(stood_for(key), value) for key, value in state.items()]
             state.clear()
             state.update(entries)
+
+
+class StateSize:
+    """What the state of optimizers takes, counted again when it has changed: models have thousands of parameters."""
+
+    def __init__(self) -> None:
+        self._counted: dict[int, tuple[tuple[int, int], int]] = {}
+
+    def num_bytes(self, optimizers: Sequence[Optimizer]) -> int:
+        """What it takes now."""
+        return sum(self._of(number, optimizer) for number, optimizer in enumerate(optimizers))
+
+    def _of(self, number: int, optimizer: Optimizer) -> int:
+        mark = id(optimizer.state), len(optimizer.state)
+        counted = self._counted.get(number)
+        if counted is not None and counted[0] == mark:
+            return counted[1]
+        num_bytes = state_bytes([optimizer])
+        # A history in a list grows, and what is None may become a tensor: those are counted each time.
+        states = [_copied(state) for state in list(optimizer.state.values())]
+        if all(isinstance(state, dict) and state and _is_settled(state) for state in states):
+            self._counted[number] = mark, num_bytes
+        return num_bytes
+
+
+def _copied(state: Any) -> Any:
+    return dict(state) if isinstance(state, Mapping) else state
+
+
+def _is_settled(state: dict[str, Any]) -> bool:
+    return all(isinstance(value, Tensor | int | float) for value in state.values())
