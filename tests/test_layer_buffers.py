@@ -199,6 +199,7 @@ def test_microbatches_whose_step_reads_such_a_buffer_run_one_after_the_other(cap
     assert "buffer 'mean' of layer 'net.blocks.0' is read outside of its layer" in said
 
 
+@pytest.mark.cpu
 def test_to_read_it_in_the_backward_of_turns_is_refused() -> None:
     trainer: pl.Trainer = trainer_for(HarmonyStrategy(device_memory="44KiB", num_microbatches=4), 4, [])
     loader = torch.utils.data.DataLoader(samples(), batch_size=8)
@@ -685,3 +686,49 @@ def test_where_the_backward_follows_all_forwards_it_is_refused_with_the_way_out(
         train_harmony(
             module, samples(), HarmonyStrategy(num_microbatches=4), 8, with_gradients=False, accumulate_grad_batches=2
         )
+
+
+class AroundLayers(WithCheckpoints):
+    """The caller's checkpoint runs layers again, with or without something between them for which it has to."""
+
+    def __init__(self, kind: str, region: str) -> None:
+        super().__init__(kind)
+        self.region = region
+        for block in self.blocks:
+            block.forward = block.part  # type: ignore[method-assign, assignment]
+
+    def run(self, x: Tensor) -> Tensor:
+        def all_of_them(x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+                if self.region == "between":
+                    x = x * torch.sigmoid(x)
+            return x
+
+        if self.region == "nested":
+            x = checkpoint(
+                lambda x: checkpoint(self.blocks[0], self.blocks[1](x), use_reentrant=False), x, use_reentrant=False
+            )
+            return self.blocks[2](x)  # type: ignore[no-any-return]
+        if self.region == "twice":
+            return checkpoint(lambda x: self.blocks[0](self.blocks[0](x)), x, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(all_of_them, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "region", "num_microbatches"),
+    combined(product(["statistics", "in place", "replaced"], ["layers", "between", "nested"]), [(1,), (4,)]),
+)
+@pytest.mark.sampled
+def test_what_layers_change_in_a_checkpoint_around_them_is_changed_as_in_plain_training(
+    kind: str, region: str, num_microbatches: int
+) -> None:
+    """It heard of nothing that they save, and so it never ran them again."""
+    assert_same_training(Net(AroundLayers(kind, region)), samples(), num_microbatches=num_microbatches)
+
+
+def test_two_calls_in_a_checkpoint_around_them_are_refused_with_the_way_out() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"'net.blocks.0' is called twice within .* Leave the checkpoint out"
+    ):
+        train_harmony(Net(AroundLayers("in place", "twice")), samples(), HarmonyStrategy(), 8, with_gradients=False)

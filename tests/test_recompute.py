@@ -571,6 +571,7 @@ def test_a_metric_of_no_layer_that_a_layer_updates_counts_each_call_once(memory:
     torch.testing.assert_close(harmony.total.compute().cpu(), plain.total.compute().cpu())
 
 
+@pytest.mark.cpu
 def test_a_metric_that_a_layer_first_updates_in_a_later_step_is_refused() -> None:
     strategy = HarmonyStrategy(device_memory=room("44KiB"), num_microbatches=4)
     with pytest.raises(UnsupportedModelError, match="a metric is updated by a layer's code for the first time"):

@@ -25,6 +25,7 @@ class CallBuffers:
         last_filled: what calls in its microbatch have filled through `.data`, as the last one left it; None after one.
         copies: whether to copy them before the call. Else they are compared for as long as it isn't known which ones calls
             change.
+        drops: whether the layer is to keep what it has, whatever the call changes.
 
     Attributes:
         bound: what the layer's code is to find.
@@ -41,8 +42,9 @@ class CallBuffers:
         last_filled: dict[BufferKey, Tensor | None],
         *,
         copies: bool,
+        drops: bool,
     ) -> None:
-        self._layer, self._last_filled = layer, last_filled
+        self._layer, self._last_filled, self._drops = layer, last_filled, drops
         if not layer.buffers:
             self._filled, self._before, self.bound = {}, {}, {}
             return
@@ -93,6 +95,9 @@ class CallBuffers:
             or _is_statistic(key)
             or key in layer.unversioned_buffers
         ]
+        if self._drops:
+            self._keep(changed, residency)
+            return []
         residency.buffers.update({key: tensor.detach() for key in changed if (tensor := left[key]) is not None})
         residency.dirty_buffers.update(changed)
         layer.changed_buffers.update(changed)

@@ -193,7 +193,7 @@ class LayerCall:
 
     def _keep_inputs(self) -> None:
         self.layer.is_in_graph = True
-        self._keeps = self.runtime.keep_graph(self.layer, self)
+        self._keeps = not self._recompute.counts and self.runtime.keep_graph(self.layer, self)
         self._recompute.keep_inputs(self.residency)
 
     def _saving(self) -> AbstractContextManager[Any]:
@@ -357,7 +357,7 @@ class LayerCall:
             raise second_backward(self.layer)
         weights, running = self._found.again(self.residency), self.runtime.surroundings.running(self.residency)
         with weights, running, self.runtime.measuring_graph(self.layer), torch.enable_grad():
-            run = partial(self._recompute.run, self.residency, self._run)
+            run = partial(self._recompute.run, self.residency, self._run, True)
             if not self._saves.fill(run, is_compiled=self._is_compiled, keeps=self.layer.differentiates):
                 raise _other_saves(self.layer)
         self._recompute.fill_again(self._saves)

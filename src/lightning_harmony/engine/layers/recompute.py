@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.call_buffers import CallBuffers
 from lightning_harmony.engine.layers.runtime import Runtime
-from lightning_harmony.engine.layers.saved_tensors import Saves
+from lightning_harmony.engine.layers.saved_tensors import Saves, checkpoint_around
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.opaque import StashedObject
 from lightning_harmony.engine.model.attributes import Attributes
@@ -38,6 +39,9 @@ class Recompute:
         attributes: of the layer's modules, as the call found them.
         changes: of attributes of parameters and objects, once the call has run.
         has_inputs: whether it has inputs of its own, and not only those of the caller.
+        counts: whether what the recompute in the backward makes of buffers counts: the layer changes them, and is called in
+            a checkpoint, for which plain PyTorch would call it again. A checkpoint that does so for what is between layers
+            changes nothing more.
     """
 
     def __init__(self, layer: SwappedLayer, runtime: Runtime, arguments: CallArguments) -> None:
@@ -47,6 +51,13 @@ class Recompute:
         self.has_inputs = False
         self.changes = CallChanges()
         self.attributes: Attributes = layer.attributes.read()
+        checkpoint, self._is_again = checkpoint_around() if layer.buffers else (None, False)
+        changes = bool(layer.changing_buffers) or layer.has_unknown_buffers()
+        self.counts = checkpoint is not None and not self._is_again and changes
+        if self.counts:
+            before, layer.checkpoint = layer.checkpoint, weakref.ref(checkpoint)
+            if before is not None and before() is checkpoint and layer.changing_buffers:
+                raise _called_twice(layer)
 
     def keep_inputs(self, residency: Residency) -> None:
         """Stash what the layer is called with."""
@@ -74,7 +85,7 @@ class Recompute:
             self._random, self._ambient = RandomState.capture(residency.cuda_index), AmbientState.capture()
         self._unchanged = _Unchanged(self._arguments.tensors)
         last_filled = self._runtime.last_filled() if self._layer.buffers else {}
-        self._buffers = CallBuffers(self._layer, residency, last_filled, copies=with_graph)
+        self._buffers = CallBuffers(self._layer, residency, last_filled, copies=with_graph, drops=self._is_again)
 
     @contextmanager
     def in_place_of_the_last(self, residency: Residency) -> Iterator[None]:
@@ -88,7 +99,8 @@ class Recompute:
         self.attributes.restore()
         self._random.restore(residency.cuda_index)
         self._buffers.restore(residency)
-        self._buffers = CallBuffers(self._layer, residency, self._runtime.last_filled(), copies=True)
+        last_filled = self._runtime.last_filled()
+        self._buffers = CallBuffers(self._layer, residency, last_filled, copies=True, drops=self._is_again)
         elsewhere = self._runtime.changes_elsewhere()
         yield
         if (name := elsewhere()) is not None:
@@ -143,13 +155,15 @@ class Recompute:
         if changed:
             self._runtime.show_changed_buffers(layer, {key: residency.buffers[key] for key in changed}, True)
 
-    def run(self, residency: Residency, own: Callable[..., Any]) -> Any:
+    def run(self, residency: Residency, own: Callable[..., Any], in_backward: bool = False) -> Any:
         """Run the layer's code once more, within `bound`.
 
         Args:
             residency: of the layer's pack.
             own: the code.
+            in_backward: whether that is the backward's.
         """
+        counts, self.counts = self.counts and in_backward, self.counts and not in_backward
         if not self.has_inputs:
             inputs = [self._runtime.at_layer(tensor, residency) for tensor in self._arguments.tensors]
             leaves = self._arguments.leaves
@@ -161,7 +175,10 @@ class Recompute:
             leaves = [leaf.load() if isinstance(leaf, StashedObject) else leaf for leaf in self._objects]
         args, kwargs = self._arguments.again(inputs, leaves)
         del inputs, leaves
-        with self._random.entered(residency.cuda_index), self._layer.holding(self._buffers.as_they_were()):
+        with (
+            self._random.entered(residency.cuda_index),
+            self._layer.holding({} if counts else self._buffers.as_they_were()),
+        ):
             attributes = self._layer.attributes.as_they_were(self.attributes)
             with self._ambient.entered(), self._runtime.recomputing(), attributes, self._elsewhere():
                 return self._ambient.run(own, *args, **kwargs)
@@ -173,6 +190,13 @@ class Recompute:
     def forget_inputs(self) -> None:
         """It runs no more."""
         self._inputs, self._objects = [], []
+
+
+def _called_twice(layer: SwappedLayer) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"layer {layer.name!r} is called twice within a torch.utils.checkpoint, and changes its buffers: the backward would "
+        "do that once more, in the other order. Leave the checkpoint out, for layers are recomputed without it"
+    )
 
 
 def _runs_twice(layer: SwappedLayer, changed: str) -> UnsupportedModelError:

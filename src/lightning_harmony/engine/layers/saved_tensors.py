@@ -175,6 +175,19 @@ def refuse_hooks_of_others(what: str) -> None:
         )
 
 
+def checkpoint_around() -> tuple[Any, bool]:
+    """A checkpoint of the caller's that is not reentrant, and whether it runs again.
+
+    Returns:
+        The hook with which it saves tensors; None where there is none. It is not told of what layers save.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) if torch.is_grad_enabled() else None
+    if hooks is None:
+        return None, False
+    name = str(getattr(hooks[0], "__qualname__", "")).partition(".")[0]
+    return (hooks[0] if name in ("_checkpoint_hook", "_recomputation_hook") else None), name == "_recomputation_hook"
+
+
 def functions_before_saves(nodes: Iterable[Any], ends: Collection[Any]) -> list[Any]:
     """The nodes of users' autograd functions that a backward may come to before it asks for any saved tensor.
 

@@ -154,9 +154,9 @@ class Step:
         found = f"buffer {buffer!r} of layer {layer!r}"
         if len(self.turns.running) > 1 and not self.runs_whole:
             raise UnsupportedModelError(
-                f"{found} is changed in the backward, where a checkpoint within the layer runs a part of it again: other "
-                "microbatches should have found that in their forward. Use HarmonyStrategy(num_microbatches=1), or leave that "
-                "checkpoint out: layers are recomputed without it"
+                f"{found} is changed in the backward, where a checkpoint runs a part of the model again: other microbatches "
+                "should have found that in their forward. Use HarmonyStrategy(num_microbatches=1), or leave that checkpoint "
+                "out: layers are recomputed without it"
             )
         self.changed_in_backward = found
 
