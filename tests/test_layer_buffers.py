@@ -599,7 +599,8 @@ def test_the_gradients_of_all_calls_have_the_noise_that_the_last_one_has_drawn_i
     plain = train_plain(Net(Bayesian(into_the_buffer)), samples(), num_microbatches, 8)
     strategy = HarmonyStrategy(device_memory=room(memory), num_microbatches=num_microbatches, profile_cache=False)
     harmony = train_harmony(Net(Bayesian(into_the_buffer)), samples(), strategy, 8, with_gradients=False)
-    compare(plain, harmony)
+    # Of several microbatches, gradients of two calls are added in another order.
+    compare(plain, harmony, tolerance=0.0 if num_microbatches == 1 else 1e-6)
 
 
 @pytest.mark.cpu
