@@ -61,6 +61,7 @@ class Found:
         is_apart: whether it did so elsewhere than where it was read.
         is_unseen: whether nothing tells that it is read.
         is_in_new: whether the place itself was not there before: somebody has put it where it was found.
+        is_read_later: whether the microbatch read it after it had changed it, as a list to which it had added.
     """
 
     held: Held
@@ -73,6 +74,7 @@ class Found:
     is_apart: bool = False
     is_unseen: bool = False
     is_in_new: bool = False
+    is_read_later: bool = False
 
     def look(self, at: int | None) -> None:
         """Note whether it was changed.
@@ -164,7 +166,7 @@ class CarriedState:
         """The step has ended: what microbatches have read, and written, too."""
         for found in self._found:
             found.look(None)
-        return [found for found in self._all if found.is_written and found.used_at is not None]
+        return [found for found in self._all if found.is_written and (found.used_at is not None or found.is_read_later)]
 
     def all(self) -> list[Found]:
         """What microbatches have changed, as the next ones found it."""
@@ -208,6 +210,8 @@ class CarriedState:
             # A layer's buffer is computed with where it is swapped in, too.
             if found.used_at is None and not found.watched_tensors():
                 found.used_at = self._segment
+        elif found.fetched_at is None:
+            found.is_read_later = True
 
     def _note_used(self, found: Found) -> None:
         if found.used_at is None:

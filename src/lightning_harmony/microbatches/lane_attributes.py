@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import operator
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -36,6 +37,8 @@ class KnownChanges:
     Attributes:
         places: the names of the places where lanes have something of their own.
         counters: by place, the numbers that count, and how far a microbatch does.
+        growing: the lists and sets that each microbatch adds to.
+        passed_on: those of them that it adds to between two layer calls alone: the next one finds there what it left.
         harmless: by place, what may be changed in any order, as nothing is called behind it.
         drawn: by place and name, when each microbatch draws from a generator.
         in_place: the tensors, by place and name, that are changed in place behind the last layer, and read nowhere before.
@@ -46,6 +49,8 @@ class KnownChanges:
 
     places: set[str] = field(default_factory=set)
     counters: dict[str, dict[Any, float]] = field(default_factory=dict)
+    growing: set[str] = field(default_factory=set)
+    passed_on: set[str] = field(default_factory=set)
     harmless: dict[str, set[Any]] = field(default_factory=dict)
     drawn: dict[tuple[str, Any], Draws] = field(default_factory=dict)
     in_place: set[tuple[str, Any]] = field(default_factory=set)
@@ -61,7 +66,7 @@ class _Space:
         held: the place.
         is_named: whether what is in it has names.
         of_layers: the attributes of a module or an object that the own code of layers sets.
-        harmless, counters: what `KnownChanges` tell of it.
+        harmless, counters, grows, is_passed_on: what `KnownChanges` tell of it.
         base: a copy of it when the step began.
         seen: a copy of it when the turn began.
         own: by microbatch, what it has changed: values by name, or the whole list or set under None.
@@ -73,6 +78,8 @@ class _Space:
         self.of_layers = of_layers
         self.harmless: Collection[Any] = known.harmless.get(held.name, frozenset())
         self.counters = known.counters.get(held.name, {}) if held.is_named else {}
+        self.grows = held.name in known.growing and not held.is_named
+        self.is_passed_on = self.grows and held.name in known.passed_on
         self.base = self.seen = base
         self.own: dict[int, dict[Any, Any]] = {}
 
@@ -106,6 +113,12 @@ class _Space:
         """Make everything what the microbatches leave one after the other."""
         for microbatch in sorted(self.own):
             self._set(self.own[microbatch])
+        if isinstance(self.content, list | deque) and self.own and not self.is_passed_on:
+            lists = [self.own[microbatch][None] for microbatch in sorted(self.own)]
+            if all(len(each) >= len(self.base) and all(map(operator.is_, each, self.base)) for each in lists):
+                self._set({None: [*self.base, *(item for each in lists for item in each[len(self.base) :])]})
+        elif isinstance(self.content, set) and self.grows and not self.is_passed_on:
+            set.update(self.content, *(self.own[microbatch][None] for microbatch in self.own))
 
     def late(self, ran: Collection[int]) -> list[Any]:
         """The names of what was changed and is not known to be harmless; None for all of a list or set.
@@ -116,8 +129,7 @@ class _Space:
         if ALL in self.harmless or self.held.is_as(self.base):
             return []
         if not self.is_named:
-            has_own = self.own and self.base and all(is_replaced(self.base, own[None]) for own in self.own.values())
-            return [] if has_own else [None]
+            return [] if self.own else [None]
         return [name for name in {**self.base, **self.content} if self._is_late(name, ran)]
 
     def foreign(self, *, is_watched: bool) -> list[Any]:
@@ -152,7 +164,7 @@ class _Space:
 
     def _changed(self) -> dict[Any, Any]:
         if not self.is_named:
-            has_own = self.kind is Kind.CONTAINER and has_tensors([*self.held.look(), *self.seen])
+            has_own = self.grows or (self.kind is Kind.CONTAINER and has_tensors([*self.held.look(), *self.seen]))
             return {None: self.held.look()} if has_own and ALL not in self.harmless else {}
         values = {name: self.content.get(name, MISSING) for name in {**self.seen, **self.content}}
         return {name: value for name, value in values.items() if self._is_own(name, value)}
@@ -172,6 +184,8 @@ class _Space:
 
     def _goes(self, name: Any, value: Any) -> bool:
         """Whether others find what the step began with."""
+        if self.is_passed_on:
+            return False
         if name in self.counters or name == "training":
             return True
         if self.kind is Kind.OBJECT:
@@ -215,11 +229,6 @@ def is_switched(kind: Kind, name: Any, value: Any, before: Any, *, of_layer: boo
     return has_own or are_equal_objects(value, before)
 
 
-def is_replaced(before: Iterable[Any], now: Iterable[Any]) -> bool:
-    """Whether a list or set holds nothing any more of what it held before: who fills it does not go on with that."""
-    return set(map(id, before)).isdisjoint(map(id, now))
-
-
 def has_tensors(values: Iterable[Any]) -> bool:
     """Whether tensors are among these, or in a list, tuple or dict among them."""
     return any(issubclass(type(leaf), Tensor) for leaf in tree_leaves(list(values)))
@@ -245,7 +254,7 @@ class LaneAttributes:
     in training, its hooks, and tensors in lists, sets and dicts, where hooks collect features. A tensor that is an attribute
     is as the newest one left it, since one may leave the next a mean; so is what a layer's own code sets, such as that it has
     begun. A number that counts is what it would be if all microbatches before had ended. In the end all is what the last
-    microbatch left.
+    microbatch left; lists to which all have only added hold what each added.
 
     What else has changed when a turn ends, the next ones find: `late` tells that.
 

@@ -20,6 +20,9 @@ class Seen:
         steps: by place and name, how far a number went in each microbatch; None of what is no whole number.
         hazard: what speaks against taking turns, and where it was seen first.
         changed: the places that a microbatch left other than it found them, with what it changed there.
+        shrank: the lists and sets that did not only grow.
+        only_grew: of those that grew, the ones that lanes switch for no other reason.
+        lengths: of those that did, the lengths that the second microbatch saw.
         tells_apart: what lanes switch.
         drawn: by place and name, when microbatches draw from a generator.
         in_place: the tensors, by place and name, that are changed in place behind the last layer.
@@ -31,6 +34,9 @@ class Seen:
     steps: dict[tuple[str, Any], list[float | None]] = field(default_factory=dict)
     hazard: str | None = None
     changed: dict[tuple[str, Any], Held] = field(default_factory=dict)
+    shrank: set[str] = field(default_factory=set)
+    only_grew: set[str] = field(default_factory=set)
+    lengths: dict[str, set[int]] = field(default_factory=dict)
     tells_apart: set[tuple[str, Any]] = field(default_factory=set)
     drawn: dict[tuple[str, Any], Draws] = field(default_factory=dict)
     in_place: set[tuple[str, Any]] = field(default_factory=set)
@@ -56,7 +62,13 @@ class Seen:
         """
         for (place, name), layer in self.at_calls.items():
             held = self.changed.get((place, name))
-            if name is ALL or (place, name) in self.tells_apart:
+            if name is ALL:
+                known.places.add(place)
+                if place not in self.shrank:
+                    known.growing.add(place)
+                    if len(self.lengths.get(place, ())) == 2:
+                        known.passed_on.add(place)
+            elif (place, name) in self.tells_apart:
                 known.places.add(place)
             else:
                 step = self._step_of_count(place, name, num_microbatches)
@@ -79,11 +91,17 @@ class Seen:
                 known.counters.setdefault(found.held.name, {})[found.name] = step
                 known.harmless.get(found.held.name, set()).discard(found.name)
                 continue
-            if found.is_apart or not self._comes_in_order(found):
+            is_read = found.used_at is not None or self._adds_at_several_places(found, known)
+            if is_read and (found.is_apart or not self._comes_in_order(found, known)):
                 what = in_words(found.held, found.name)
                 self.hazard = self.hazard or f"{what} passes something on from one microbatch to the next"
         self._conclude_changes(carried, known)
         return self.hazard
+
+    def _adds_at_several_places(self, found: Found, known: KnownChanges) -> bool:
+        """Whether a list or set that a microbatch has added to, and read then, lacks what others add if they take turns."""
+        place = found.held.name
+        return found.name is ALL and (place, ALL) in self.at_calls and place not in known.passed_on
 
     def _step_of_count(self, place: str, name: Any, num_microbatches: int) -> float | None:
         """How far each microbatch has counted what is there; None if it is no such number, or its backward counts on."""
@@ -99,11 +117,13 @@ class Seen:
             known.changed.setdefault(place, set()).add(name)
         known.in_backward |= self.in_backward | in_backward
 
-    def _comes_in_order(self, found: Found) -> bool:
+    def _comes_in_order(self, found: Found, known: KnownChanges) -> bool:
         """Whether microbatches that take turns find what the one before has left, between the same two calls."""
         place, name = found.held.name, found.name
         if (place, name) not in self.at_calls:
             return True
+        if name is ALL:
+            return place in known.passed_on
         if name in self.of_layers.get(id(found.held.content), ()):
             return True
         return found.held.kind is Kind.MODULE and has_tensors([found.held.content.get(name), *found.begun.values])

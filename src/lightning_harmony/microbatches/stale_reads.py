@@ -150,6 +150,10 @@ class StaleReads:
     def _note_fetched(self, place: _Place) -> None:
         if self._current in place.left:
             place.is_lost = place.is_lost or not place.left[self._current].is_same(place.entered)
+        grows = place.held.name in self._known.growing and place.held.name not in self._known.passed_on
+        if place.name is ALL and grows and self._current and not place.state().is_same(place.first):
+            # It finds there what it has added itself, but not what those before have.
+            place.is_lost = True
         self._note(place, place.fetched)
 
     def _note_used(self, place: _Place) -> None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import is_
 from types import FrameType
 from typing import Any
 
@@ -36,7 +37,6 @@ from lightning_harmony.microbatches.lane_attributes import (
     KnownChanges,
     has_tensors,
     in_words,
-    is_replaced,
     is_switched,
 )
 from lightning_harmony.microbatches.metric_states import ReadMetrics
@@ -87,6 +87,7 @@ class Watch:
             self._marks = [
                 (held, name, value, mark_of(value)) for held in self._begun.places for name, value in held.marked
             ]
+            self._lengths: dict[int, int] = {}
             self._settings = [setting.get() for setting in NOT_SWITCHED]
             self._registered = [kind.get() for kind in OF_PROCESS]
             self._context = context_now()
@@ -156,6 +157,9 @@ class Watch:
         with DisableTorchFunction():
             self._carried.end()
             changed = list(self._changed())
+            for held, begun in self._begun:
+                if held.key in self._lengths:
+                    self._note_growth(held, begun, held.look())
             for held, begun, now, name in changed:
                 self._note_end(held, begun, now, name)
             for held, name, value, mark in self._marks:
@@ -200,8 +204,9 @@ class Watch:
         key = held.name, name
         seen.at_calls.setdefault(key, layer)
         if name is ALL:
-            # What lanes can switch.
-            if held.kind is not Kind.CONTAINER or not has_tensors([*now, *begun]):
+            if self._note_growth(held, begun, now):
+                return
+            if not isinstance(held.content, list | set) or not has_tensors([*now, *begun]):
                 self._note_hazard(f"{in_words(held, name)} is changed", layer)
             return
         before, value = begun.get(name, MISSING), now.get(name, MISSING)
@@ -252,12 +257,26 @@ class Watch:
             # Each calls those that all before it have left.
             self.seen.note(f"hooks of {held.in_words} are registered or removed", "the end of a microbatch")
         if name is ALL:
-            # What microbatches add while others do, is not in their order.
-            if key in self.seen.at_calls and not is_replaced(begun, now):
-                self.seen.note(f"{in_words(held, name)} is changed", "the end of a microbatch")
+            self._note_growth(held, begun, now)
             return
         before, value = begun.get(name, MISSING), now.get(name, MISSING)
         self.seen.steps.setdefault(key, []).append(_counted(before, value))
+
+    def _note_growth(self, held: Held, begun: Any, now: Any) -> bool:
+        """Note whether a list or set that is changed has only grown, and return that."""
+        seen = self.seen
+        before = self._lengths.get(held.key, 0)
+        self._lengths[held.key] = len(now)
+        if not _grew(begun, now) or len(now) < before:
+            seen.shrank.add(held.name)
+            if held.name in seen.only_grew:
+                self.seen.note(f"{in_words(held, ALL)} is changed", "the end of a microbatch")
+            return False
+        if not isinstance(held.content, list | set) or not has_tensors([*now, *begun]):
+            seen.only_grew.add(held.name)
+        if self._microbatch == 1:
+            seen.lengths.setdefault(held.name, {len(begun)}).add(len(now))
+        return True
 
     def _note_hazard(self, what: str, layer: str) -> None:
         self.seen.note(what, f"layer {layer!r}")
@@ -283,6 +302,13 @@ def _counted(before: Any, now: Any) -> Any:
     kinds = {type(before), type(now)}
     is_whole = kinds == {int} or (kinds == {float} and before.is_integer() and now.is_integer())
     return now - before if is_whole else None
+
+
+def _grew(before: Any, now: Any) -> bool:
+    """Whether a list or set has all that it had before, in its order, and more."""
+    if isinstance(now, set):
+        return now.issuperset(before)
+    return len(now) >= len(before) and all(map(is_, before, now))
 
 
 def _locks_held(frame: FrameType | None) -> Iterator[str]:
