@@ -113,6 +113,14 @@ class Reads(StandIn):
 
         return end
 
+    @classmethod
+    def renew(cls, kind: type, name: str) -> None:
+        """Go on to tell of reads, though somebody has set the attribute of the class."""
+        reads, there = cls._in_use.get((kind, name)), vars(kind).get(name, MISSING)
+        if reads is not None and there is not reads:
+            reads.own = there
+            setattr(kind, name, reads)
+
     @staticmethod
     def is_possible(kind: type, name: str) -> bool:
         """Whether instances of a class have the attribute in their `__dict__`, and the class may be changed."""
@@ -144,14 +152,16 @@ class Reads(StandIn):
         is_own = self._name in attributes
         added: list[Any] | None = None
         for places, note in self._watchers:
-            for found in places.get(id(attributes), ()):
-                if is_own and found.name is ALL:
-                    # It finds nothing of what is in there.
-                    if added is None:
-                        added = added_to(sys._getframe(1), self._name, attributes[self._name])
-                    if any(each is found.held.content for each in added):
-                        continue
-                note(found)
+            for key in (id(attributes),) if is_own else (id(attributes), id(self._kind)):
+                for found in places.get(key, ()):
+                    if is_own and found.name is ALL:
+                        # It finds nothing of what is in there.
+                        added = (
+                            added_to(sys._getframe(1), self._name, attributes[self._name]) if added is None else added
+                        )
+                        if any(each is found.held.content for each in added):
+                            continue
+                    note(found)
         if is_own:
             return attributes[self._name]
         default = self._default
@@ -198,6 +208,8 @@ class Readers:
                 self.unseen.append(place)
             else:
                 told[target[:2]][target[2]].append(place)
+        # Attributes of classes, in whose places who sets them puts another value.
+        self._of_classes = [(kind, name) for (kind, name), by_key in told.items() if id(kind) in by_key]
         self._ends = [Reads.watch(kind, name, by_key, note_fetched) for (kind, name), by_key in told.items()]
 
     def watch(self, tensor: Tensor, found: Any, version: int | None = None) -> None:
@@ -227,6 +239,11 @@ class Readers:
                     if version is None or version_of(tensor) == version:
                         self._note_used(found)
 
+    def renew(self) -> None:
+        """Go on to tell of reads, though somebody has set attributes of classes."""
+        for kind, name in self._of_classes:
+            Reads.renew(kind, name)
+
     def close(self) -> None:
         """Tell of nothing any more."""
         for tensor in self._tensors.values():
@@ -235,20 +252,21 @@ class Readers:
         self._found.clear()
         for end in self._ends:
             end()
-        self._ends, self.unseen = [], []
+        self._ends, self._of_classes, self.unseen = [], [], []
 
 
 def _target_of(held: Held, name: Any) -> tuple[type, str, int] | None:
     """What tells that something in a place is read: an attribute of a class, and what tells by which object.
 
-    None if nothing does, as with variables of closures, globals, and attributes of a class itself.
+    None if nothing does, as with variables of closures, and globals.
     """
     owners = [] if held.owner is None or not isinstance(name, str) else [(held.owner, name)]
     if held.root is not None and not held.is_shared:
         owners.append(held.root)
     for owner, attribute in owners:
-        if not isinstance(owner, type) and Reads.is_possible(type(owner), attribute):
-            return type(owner), attribute, id(vars(owner))
+        kind = owner if isinstance(owner, type) else type(owner)
+        if Reads.is_possible(kind, attribute):
+            return kind, attribute, id(owner) if owner is kind else id(vars(owner))
     return None
 
 

@@ -124,6 +124,7 @@ class StaleReads:
             return
         self._turn += 1
         self._current, self._last_turn[microbatch] = microbatch, self._turn
+        self._readers.renew()
         for place in self._places:
             place.entered = place.state()
             if microbatch in place.left:
