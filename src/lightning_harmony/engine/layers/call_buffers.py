@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -64,7 +64,7 @@ class CallBuffers:
         self._versions = {key: tensor._version for key, tensor in self.bound.items()}
         self._extents = {key: _extent(tensor) for key, tensor in found.items() if key not in self._apart}
 
-    def take_over(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> list[BufferKey]:
+    def take_over(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> dict[BufferKey, Tensor]:
         """Let the pack have those that the layer changed or replaced.
 
         Args:
@@ -72,7 +72,7 @@ class CallBuffers:
             left: what the layer had after the call.
 
         Returns:
-            Which ones.
+            These, as the pack has them now.
 
         Raises:
             UnsupportedModelError: if the layer has made one larger in its memory, or deleted one.
@@ -97,18 +97,15 @@ class CallBuffers:
         ]
         if self._drops:
             self._keep(changed, residency)
-            return []
-        residency.buffers.update({key: tensor.detach() for key in changed if (tensor := left[key]) is not None})
-        residency.dirty_buffers.update(changed)
-        layer.changed_buffers.update(changed)
-        layer.changing_buffers.update(changed)
+            return {}
+        taken = self._hand_over(changed, residency, left)
         for key in changed:
             tensor = self.bound[key]
             if tensor is left[key] and tensor._version == self._versions[key] and not _is_statistic(key):
                 self._last_filled[key] = tensor.detach() if key in self._last_filled else None
                 self._filled[key] = [_memory(tensor)]
         self._keep(changed, residency)
-        return changed
+        return taken
 
     def restore(self, residency: Residency) -> None:
         """Let the pack have what the call has found."""
@@ -143,7 +140,7 @@ class CallBuffers:
         self._versions = {key: tensor._version for key, tensor in self.bound.items()}
         return self.bound
 
-    def take_over_again(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> list[BufferKey]:
+    def take_over_again(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> dict[BufferKey, Tensor]:
         """Let the pack have those that such code has changed or replaced.
 
         Args:
@@ -151,16 +148,22 @@ class CallBuffers:
             left: what the layer had when the backward went on elsewhere.
 
         Returns:
-            Which ones.
+            These, as the pack has them now.
         """
         found, self.bound = self.bound, {}
-        counted = [key for key, it in left.items() if it is not found[key] or it._version != self._versions[key]]
+        counted = {key for key, it in left.items() if it is not found[key] or it._version != self._versions[key]}
         owners = {id(owner) for owner, _ in counted}
         changed = [key for key in left if key in counted or (_is_statistic(key) and id(key[0]) in owners)]
-        residency.buffers.update({key: it.detach() for key in changed if (it := left[key]) is not None})
+        return self._hand_over(changed, residency, left)
+
+    def _hand_over(
+        self, changed: Collection[BufferKey], residency: Residency, left: Mapping[BufferKey, Tensor | None]
+    ) -> dict[BufferKey, Tensor]:
+        """Let the pack have what the layer has left in some of its buffers, and return that."""
+        residency.buffers.update({key: tensor.detach() for key in changed if (tensor := left[key]) is not None})
         for keys in (residency.dirty_buffers, self._layer.changed_buffers, self._layer.changing_buffers):
             keys.update(changed)
-        return changed
+        return {key: residency.buffers[key] for key in changed}
 
     def fill_again(self, saves: Saves) -> None:
         """Let what a graph has saved of buffers be as a later call has left them that filled them through `.data`.

@@ -113,9 +113,9 @@ class Recompute:
 
     def take_over(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> bool:
         """Let the pack have the buffers that the layer has changed; whether it has changed any, or an input."""
-        changed = self._buffers.take_over(residency, left) if left else []
+        changed = self._buffers.take_over(residency, left) if left else {}
         if changed:
-            self._runtime.show_changed_buffers(self._layer, {key: residency.buffers[key] for key in changed}, False)
+            self._runtime.show_changed_buffers(self._layer, changed, False)
         has_changed = bool(changed) or self._unchanged.have_changed()
         # It has the caller's tensors.
         del self._unchanged
@@ -151,9 +151,9 @@ class Recompute:
         beside = layer.companions.bound(residency.leaves, residency.companions, self.changes)
         with beside, layer.bound(weights, self._buffers.as_they_are(residency)) as left:
             yield
-        changed = self._buffers.take_over_again(residency, left) if left else []
+        changed = self._buffers.take_over_again(residency, left) if left else {}
         if changed:
-            self._runtime.show_changed_buffers(layer, {key: residency.buffers[key] for key in changed}, True)
+            self._runtime.show_changed_buffers(layer, changed, True)
 
     def run(self, residency: Residency, own: Callable[..., Any], in_backward: bool = False) -> Any:
         """Run the layer's code once more, within `bound`.

@@ -181,7 +181,7 @@ class Runtime:
     def show_changed_buffers(self, layer: SwappedLayer, buffers: Mapping[BufferKey, Tensor], again: bool) -> None:
         """The code between layers sees what a layer has left in some of its buffers, which the host's are not yet."""
         if again or self._step.in_backward:
-            self._step.note_changed_in_backward(layer.name, *(name for _, name in buffers))
+            self._step.note_changed_in_backward(layer.name, next(iter(buffers))[1])
         if self._step.current() is not None:
             self._model.show_buffers(layer, buffers, self)
 

@@ -141,12 +141,12 @@ class Step:
         """Whether each microbatch runs forward and backward before the next one begins."""
         return self.is_sequential and self.predicted is not None
 
-    def note_changed_in_backward(self, layer: str, buffer: str, *_: str) -> None:
+    def note_changed_in_backward(self, layer: str, buffer: str) -> None:
         """The own code of a layer has changed buffers in the backward, as where a checkpoint runs a part of it again.
 
         Args:
             layer: its name.
-            buffer: that of the first of them.
+            buffer: that of one of them.
 
         Raises:
             UnsupportedModelError: if another microbatch was to find that in its forward.
