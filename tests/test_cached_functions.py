@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.held.cached_functions import CacheThen, filling_of
 from support.chains import BATCH, MICROBATCHES, WIDTH, Block, Chain, samples
-from support.same_training import Net, compare, train_harmony, train_plain
+from support.same_training import Net, compare, root, train_harmony, train_plain
 
 STEPS = 3
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*")
@@ -115,7 +115,7 @@ class ATable(Cached):
     """As rotary embeddings have it: the same whenever it is made."""
 
     def keep(self) -> None:
-        self.factor = functools.lru_cache(lambda width: torch.arange(width) / width)
+        self.factor = functools.lru_cache(lambda width: torch.arange(width, device=root()) / width)
 
     def found(self) -> Any:
         return self.factor(WIDTH)

@@ -810,6 +810,8 @@ def test_the_pytorch_profiler_records_the_step_and_its_layers(tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
 def test_the_command_line_fits_saves_its_config_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
+
     class Plain(Model):
         def __init__(self) -> None:
             super().__init__()

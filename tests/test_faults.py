@@ -238,6 +238,7 @@ class FaultyByHand(Faulty):
 
 
 @pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.cpu
 def test_an_exception_in_a_backward_by_hand_surfaces_and_the_module_is_whole(step: int) -> None:
     module = FaultyByHand(Fault("layer backward", step, 0))
     with pytest.raises(Boom) as raised:
@@ -246,6 +247,7 @@ def test_an_exception_in_a_backward_by_hand_surfaces_and_the_module_is_whole(ste
     assert_recovered(module)
 
 
+@pytest.mark.cpu
 def test_a_backward_by_hand_that_does_not_fit_names_its_layer_and_the_module_is_whole() -> None:
     def run_out_of_memory() -> None:
         raise torch.OutOfMemoryError("no room")
@@ -318,6 +320,7 @@ class FaultySGD(torch.optim.SGD):
         return loss
 
 
+@pytest.mark.filterwarnings("ignore:FaultySGD steps as a whole, and on the host")
 @pytest.mark.parametrize("update", ["just-in-time", "deferred"])
 def test_an_exception_in_the_optimizers_step_surfaces(update: str) -> None:
     fault = Fault("update", 0, 0)

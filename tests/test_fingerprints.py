@@ -27,7 +27,16 @@ from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.microbatches import fingerprints
 from support.chains import BATCH, MICROBATCHES, WIDTH, Block, Chain, build, samples
-from support.same_training import Net, Training, assert_same_training, compare, train_harmony, train_plain
+from support.same_training import (
+    Net,
+    Training,
+    assert_same_training,
+    compare,
+    room,
+    root,
+    train_harmony,
+    train_plain,
+)
 
 STEPS = 3
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*")
@@ -81,7 +90,7 @@ class ByNumPy(ThroughData):
 class InInferenceMode(Between):
     def keep(self) -> None:
         with torch.inference_mode():
-            self.mean = torch.zeros(WIDTH)
+            self.mean = torch.zeros(WIDTH, device=root())
 
     def change(self, x: Tensor) -> None:
         with torch.inference_mode():
@@ -363,7 +372,7 @@ def test_callbacks_keep_what_is_theirs(caplog: pytest.LogCaptureFixture) -> None
 class MeanInALayer(Block):
     def __init__(self) -> None:
         super().__init__()
-        self.mean = torch.zeros(WIDTH)
+        self.mean = torch.zeros(WIDTH, device=root())
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         self.mean.data.mul_(0.5).add_(x.detach().flatten(0, -2).mean(0))
@@ -376,7 +385,7 @@ class SobolInALayer(Block):
         self.engine = torch.quasirandom.SobolEngine(WIDTH)
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        return super().forward(x + self.engine.draw(1)[0])
+        return super().forward(x + self.engine.draw(1)[0].to(x))
 
 
 class UsageInALayer(Block):
@@ -500,5 +509,5 @@ def test_what_stays_as_it_is_lets_microbatches_take_turns(caplog: pytest.LogCapt
 
 
 def train(module: Net, callbacks: Sequence[pl.Callback] = ()) -> Training:
-    strategy = HarmonyStrategy(device_memory="64KiB", num_microbatches=MICROBATCHES, profile_cache=False)
+    strategy = HarmonyStrategy(device_memory=room("64KiB"), num_microbatches=MICROBATCHES, profile_cache=False)
     return train_harmony(module, samples(STEPS), strategy, BATCH, with_gradients=False, more_callbacks=callbacks)

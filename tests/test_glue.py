@@ -207,7 +207,9 @@ def of_torch(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def of_instances(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    return F.instance_norm(x.view(len(x), WIDTH, 1).expand(-1, -1, 3) * torch.arange(3), mean, variance)
+    return F.instance_norm(
+        x.view(len(x), WIDTH, 1).expand(-1, -1, 3) * torch.arange(3, device=x.device), mean, variance
+    )
 
 
 @pytest.mark.parametrize("normalize", [partial(F.batch_norm, training=True), of_torch, of_instances])

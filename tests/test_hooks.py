@@ -294,7 +294,7 @@ def test_a_callback_whose_hooks_are_not_on_its_class_is_heard_as_in_plain_lightn
 def test_a_hook_whose_code_cannot_be_seen_may_read_gradients() -> None:
     class Reads:
         def __call__(self, trainer: Any, module: Any, *args: Any) -> None:
-            seen.append([parameter.grad.clone() for parameter in module.parameters()])
+            seen.append([parameter.grad.cpu().clone() for parameter in module.parameters()])
 
     sights = []
     for strategy in ("auto", whole()):

@@ -84,6 +84,7 @@ def strategy(**arguments: Any) -> HarmonyStrategy:
 RING_BYTES = 4 * RING / NUM_LAYERS + 0.2
 
 
+@pytest.mark.cpu
 def test_just_in_time_needs_the_gradients_of_few_packs() -> None:
     assert max(fit(strategy()).host_bytes()) <= 12 + RING_BYTES
 
@@ -114,6 +115,7 @@ def test_a_slow_update_does_not_make_gradients_pile_up(monkeypatch: pytest.Monke
     ],
     ids=["asked", "clip", "accumulate", "hook"],
 )
+@pytest.mark.cpu
 def test_deferred_needs_the_gradients_once(arguments: dict[str, Any], options: dict[str, Any]) -> None:
     module = fit(strategy(**arguments), **options)
     assert {report.update for report in module.reports} == {"deferred"}

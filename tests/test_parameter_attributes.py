@@ -117,6 +117,7 @@ def trained(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("kind", [Scaled, QLoRA, Offset])
 @pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.cpu
 def test_attributes_of_weights_reach_the_forward(kind: type[nn.Module], devices: int) -> None:
     torch.manual_seed(0)
     net = Stack(*(kind(16) for _ in range(3)))  # type: ignore[call-arg]
@@ -128,6 +129,7 @@ def test_attributes_of_parameters_reach_the_code_between_layers() -> None:
     assert_same_training(Marked(InGlue(), trained), torch.randn(32, 16))
 
 
+@pytest.mark.cpu
 def test_packed_bytes_alone_are_swapped_in() -> None:
     torch.manual_seed(0)
     net = Stack(*(QLoRA(64) for _ in range(3)))

@@ -406,6 +406,7 @@ class TestGiven:
         again, _ = fit(HarmonyStrategy(device_memory="64KiB", plan=plan), devices=2)
         assert replace(again, profile=None, predicted=None) == replace(plan, profile=None, predicted=None)
 
+    @pytest.mark.cpu
     def test_packs_that_planning_would_not_choose_are_used_and_change_no_bit(self) -> None:
         plan = planned("96KiB")
         names = [name for pack in plan.packs for name in pack]

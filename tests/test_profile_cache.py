@@ -327,6 +327,7 @@ class TestFiles:
         assert [each.result() for each in written] == [None] * 50
         assert list(folder.iterdir()) == [file]
 
+    @pytest.mark.cpu
     def test_the_default_folder_is_the_users_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from lightning_harmony.engine.measure import profile_cache
 

@@ -157,6 +157,7 @@ def test_an_error_of_a_microbatch_says_how_its_batch_was_split(memory: str | Non
     assert notes(num_microbatches=1) == []
 
 
+@pytest.mark.cpu
 def test_what_does_not_fit_is_not_said_to_need_all_samples_at_once() -> None:
     trainer = trainer_for(HarmonyStrategy(device_memory="16KiB", num_microbatches=2), 1, [])
     with pytest.raises(CapacityError, match="16 KiB") as failed:

@@ -80,7 +80,8 @@ class Manual(Model):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
-        self.norms.append(torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+        # On a GPU, swapped gradients are on the host between batches, whose kernels sum in another order.
+        self.norms.append(torch.stack([p.grad.to(same_training.root()).norm() for p in self.parameters()]).norm())
         optimizer.step()
 
 

@@ -67,8 +67,12 @@ def loss_of(output: Any) -> Any:
 
 
 def merge_losses(losses: Sequence[Tensor], weights: Sequence[Fraction]) -> Tensor:
-    """Add up the losses of microbatches, each of one element, as accumulation would; their shape is kept if it is one."""
-    parts = [loss.reshape(()) * float(weight) for loss, weight in zip(losses, weights, strict=True)]
+    """Add up the losses of microbatches, each of one element, as accumulation would; their shape is kept if it is one.
+
+    A step that skips its batch may return a new zero, which is on the host.
+    """
+    place = max((loss.device for loss in losses), key=lambda device: device.type != "cpu")
+    parts = [loss.reshape(()).to(place) * float(weight) for loss, weight in zip(losses, weights, strict=True)]
     return torch.stack(parts).sum().reshape(min((loss.shape for loss in losses), key=len))
 
 
