@@ -89,6 +89,39 @@ def test_batch_norm_statistics_go_from_device_to_device(device_memory: str | Non
     compare(one, several, 1e-5)
 
 
+class NormalizesBetween(nn.Module):
+    """Statistics without weights are in no layer: the code between layers changes them, wherever its input is."""
+
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 16), norm(), nn.ReLU(), nn.Linear(16, 16), norm(), nn.Linear(16, 16), norm()
+        )
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.layers(batch).square().mean()
+
+
+class OfChannels(nn.InstanceNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unflatten(1, (4, 4))).flatten(1)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        partial(nn.BatchNorm1d, 16, affine=False),
+        partial(nn.BatchNorm1d, 16, affine=False, momentum=None),
+        partial(OfChannels, 4, track_running_stats=True),
+    ],
+    ids=["of batches", "averaged", "of instances"],
+)
+def test_statistics_between_layers_are_changed_where_they_are(norm: Any) -> None:
+    """No version tells of it: what a copy of theirs had become, on another device, was lost without a word."""
+    torch.manual_seed(0)
+    assert_same_training(Net(NormalizesBetween(norm)), torch.randn(32, 16), device_memory="16KiB", devices=2)
+
+
 def test_without_a_limit_the_packs_still_go_round_the_devices() -> None:
     reports = assert_same_training(build(nets.Language), nets.tokens(), devices=2)
     assert all(min(report.peak_device_bytes) > 0 for report in reports)

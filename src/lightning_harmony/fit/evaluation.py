@@ -14,10 +14,10 @@ import torch
 from lightning_harmony.engine.batches.merge import merge_evaluations
 from lightning_harmony.engine.batches.split import Indivisible
 from lightning_harmony.engine.lanes.rng import stream_seed
-from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.turns import Microbatch
 from lightning_harmony.engine.structures.nested import map_tensors
+from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.fit.unchanged import UnchangedBatch
 from lightning_harmony.fit.user_steps import num_elements, run_without_backward

@@ -17,10 +17,10 @@ from lightning_harmony.engine.measure.profile_cache import ProfileCache
 from lightning_harmony.engine.model.borrowed import BorrowedModules
 from lightning_harmony.engine.model.decompose import Layer, find_layers
 from lightning_harmony.engine.model.host_store import HostStore
-from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.nodes.division import Division, parameters_of
 from lightning_harmony.engine.step.assembly import assemble
 from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.errors import BorrowsModuleError, UnsupportedModelError

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.batches.split import shared_by
-from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.structures.checksum import checksum
+from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.engine.structures.strides import assign, narrowed
 from lightning_harmony.errors import UnsupportedModelError

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_content
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.object_state import restore_of
+from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.engine.structures.strides import assign
 from lightning_harmony.held.walk import OF_THREADS

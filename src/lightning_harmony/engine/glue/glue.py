@@ -34,8 +34,7 @@ from lightning_harmony.engine.model.layer import (
     layer_of_caller,
 )
 from lightning_harmony.engine.model.parameter_places import Place, is_replaced
-from lightning_harmony.engine.structures.checksum import checksum
-from lightning_harmony.engine.structures.operations import Unseen, changes_first, changes_uncounted
+from lightning_harmony.engine.structures.operations import changes_first, state_for
 from lightning_harmony.engine.structures.parts import cloned, is_composed, parts_of
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.engine.structures.tree import unwrapped
@@ -240,7 +239,7 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
     with temporarily_clear_interpreter_stack():
         real = {id(s): _swapped_in(s, copy=copy) for s in unique}
     args, kwargs = tree_map_only(StandIn, lambda stand_in: real[id(stand_in)], (args, kwargs))
-    state = _value_of if changes_uncounted(getattr(func, "__name__", "")) else _version_of
+    state = state_for(getattr(func, "__name__", ""))
     states = {key: state(tensor) for key, tensor in real.items()}
     result = stand_ins[0]._runtime.on_one_device(func, args, kwargs)
     changed = next((each for each in unique if state(real[id(each)]) != states[id(each)]), None)
@@ -261,15 +260,6 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
     views = stand_ins[0]._runtime.views()
 
     return tree_map_only(Tensor, owned, result)
-
-
-def _version_of(tensor: Tensor) -> Any:
-    return tensor._version
-
-
-def _value_of(tensor: Tensor) -> Any:
-    with Unseen():
-        return checksum(tensor.detach()).tolist()
 
 
 def _keeps_what_is_saved() -> bool:

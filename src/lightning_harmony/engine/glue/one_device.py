@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
@@ -19,9 +19,8 @@ from lightning_harmony.engine.glue.buffer_stand_in import BufferStandIn
 from lightning_harmony.engine.glue.glue import StandIn
 from lightning_harmony.engine.memory.tensor_class import in_place_of
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
-from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.model.shown_wide import ShownWide, hand_on
-from lightning_harmony.engine.structures.operations import changes_first
+from lightning_harmony.engine.structures.operations import changes_first, changes_uncounted, state_for
 from lightning_harmony.engine.structures.tree import tensors_of, unwrapped
 
 
@@ -89,9 +88,14 @@ class OneDevice(TorchFunctionMode):
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if func in _DIFFERENTIATING and not is_transformed:
             return self._differentiate(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if changes_uncounted(name):
+            for tensor in tensors:
+                if not tensor.requires_grad:
+                    self._lane.note_data(tensor)
         homes = [self._home(tensor) for tensor in tensors]
         target = self._target(_changed(func, args, kwargs), tensors, homes)
-        args, kwargs, originals = self._brought(args, kwargs, tensors, homes, target)
+        args, kwargs, originals = self._brought(args, kwargs, tensors, homes, target, state := state_for(name))
         if is_transformed:
             self._note_uses(map(unwrapped, tensors))
             return func(*args, **kwargs)
@@ -102,8 +106,8 @@ class OneDevice(TorchFunctionMode):
         if any(tensor.requires_grad for tensor in made):
             self._note_uses(tensors)
         self._lane.launched.note_made(made)
-        for copied, tensor, version in originals.values():
-            if version_of(copied) != version:
+        for copied, tensor, before in originals.values():
+            if state(copied) != before:
                 self._write_back(tensor, copied)
         # What returns its operand as it is, such as `to`, is no use of it: each use brings its own gradient back.
         return originals[id(result)][1] if id(result) in originals else result
@@ -144,10 +148,16 @@ class OneDevice(TorchFunctionMode):
         return None if is_functorch_wrapped_tensor(tensor) else self._transfers.home(tensor)
 
     def _brought(
-        self, args: Any, kwargs: Any, tensors: Sequence[Tensor], homes: Sequence[int | None], target: int
-    ) -> tuple[Any, Any, Mapping[int, tuple[Tensor, Tensor, int]]]:
-        """The operands on a device; by the identities of copies among them, each with what it is of, and its version."""
-        originals: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self,
+        args: Any,
+        kwargs: Any,
+        tensors: Sequence[Tensor],
+        homes: Sequence[int | None],
+        target: int,
+        state: Callable[[Tensor], Any],
+    ) -> tuple[Any, Any, Mapping[int, tuple[Tensor, Tensor, Any]]]:
+        """The operands on a device; by the identities of copies among them, each with what it is of, and its state."""
+        originals: dict[int, tuple[Tensor, Tensor, Any]] = {}
 
         away = {id(tensor) for tensor, home in zip(tensors, homes, strict=True) if home is not None and home != target}
 
@@ -157,7 +167,7 @@ class OneDevice(TorchFunctionMode):
             # Out of sight of transforms: it is a constant to them.
             with temporarily_clear_interpreter_stack():
                 moved = in_place_of(self._lane.moved(tensor, target), tensor)
-            originals[id(moved)] = moved, tensor, version_of(moved)
+            originals[id(moved)] = moved, tensor, state(moved)
             return moved
 
         if away:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_harmony.engine.model.layer import version_of
-from lightning_harmony.engine.structures.operations import version_counter
+from lightning_harmony.engine.structures.operations import version_counter, version_of
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.errors import UnsupportedModelError
 

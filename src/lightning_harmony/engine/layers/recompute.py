@@ -20,9 +20,9 @@ from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.opaque import StashedObject
 from lightning_harmony.engine.model.attributes import Attributes
 from lightning_harmony.engine.model.companions import CallChanges
-from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, version_of
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
-from lightning_harmony.engine.structures.operations import is_counted, version_counter
+from lightning_harmony.engine.structures.operations import is_counted, version_counter, version_of
 from lightning_harmony.engine.structures.parts import cloned
 from lightning_harmony.errors import UnsupportedModelError
 

@@ -14,8 +14,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event, current_cuda_stream
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_pool import HostPool
-from lightning_harmony.engine.model.layer import version_of
-from lightning_harmony.engine.structures.operations import detached, viewed
+from lightning_harmony.engine.structures.operations import detached, version_of, viewed
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.engine.structures.strides import compact, copied, has_strides, restore
 from lightning_harmony.errors import UnsupportedModelError

@@ -15,7 +15,8 @@ from torch import Tensor
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.measure.report import Traffic
-from lightning_harmony.engine.model.layer import SwappedLayer, version_of
+from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of, storages_of
 from lightning_harmony.engine.structures.strides import compact, has_strides, restore
 from lightning_harmony.errors import UnsupportedModelError
@@ -241,7 +242,7 @@ class LaneTransfers:
                     )
 
     def note_data(self, data: Tensor) -> None:
-        """The data of a tensor is handed out. No version tells of changes to it: of what has its memory, no copy is kept."""
+        """No version tells of changes to this, such as the data of a tensor: of what has its memory, no copy is kept."""
         self._uncounted.update(map(_memory, storages_of(data)))
 
     def copy(self, tensor: Tensor, to: int) -> Tensor:

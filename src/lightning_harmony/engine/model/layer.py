@@ -19,6 +19,7 @@ from lightning_harmony.engine.model.attributes import AttributesOfLayer
 from lightning_harmony.engine.model.companions import Companions, changes_data
 from lightning_harmony.engine.model.derived import derived_weights
 from lightning_harmony.engine.model.parameter_places import Place, containers_of, places_of
+from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -412,11 +413,6 @@ _within = _Within()
 def layer_of_caller() -> SwappedLayer | None:
     """The layer whose own code the calling thread is in, if it is in one's."""
     return _within.layer
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; those of inference mode count no versions."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def dtype_on_device(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:

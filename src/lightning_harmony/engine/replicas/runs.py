@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_harmony.engine.model.compiled import is_compiled
-from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.replicas.replica import Holders, NotReplicableError
 from lightning_harmony.engine.structures.checksum import checksum
+from lightning_harmony.engine.structures.operations import version_of
 
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 

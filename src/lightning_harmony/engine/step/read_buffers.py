@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_harmony.engine.lanes.lane import AnyLane, this_thread
-from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer_of, version_of
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer_of
 from lightning_harmony.engine.structures.checksum import checksum
-from lightning_harmony.engine.structures.operations import Unseen
+from lightning_harmony.engine.structures.operations import Unseen, version_of
 from lightning_harmony.engine.structures.parts import is_composed
 
 

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_harmony.engine.structures.checksum import checksum
+
 Views = TypeVar("Views")
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _EMPTY = torch.empty(0)
@@ -21,6 +23,21 @@ _AsCalled: Any = getattr(torch._C, "_RestorePythonTLSSnapshot")  # noqa: B009
 def changes_uncounted(name: str) -> bool:
     """Whether an operation with a name may change operands, running statistics, of which no version tells."""
     return name.endswith(("batch_norm", "instance_norm"))
+
+
+def state_for(name: str) -> Callable[[Tensor], Any]:
+    """What tells whether an operation with a name has changed an operand: its version, or its bits where no version tells."""
+    return _bits_of if changes_uncounted(name) else version_of
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; those of inference mode count no versions."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _bits_of(tensor: Tensor) -> Any:
+    with Unseen():
+        return checksum(tensor.detach()).tolist()
 
 
 def changes_first(name: str) -> bool:
