@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -296,4 +297,23 @@ def test_callbacks_that_do_not_look_do_not_end_the_overlap(
     callback: Callable[[], pl.Callback], said: list[str], told: list[str], tmp_path: Path
 ) -> None:
     fit(callbacks=[callback()], logger=CSVLogger(tmp_path), log_every_n_steps=1, max_epochs=2)
+    assert not any("no overlap" in message for message in [*said, *told])
+
+
+@dataclass
+class Config:
+    """What `dataclass` adds to it asks for the thread that runs."""
+
+    width: int = 8
+
+
+class Configured(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+
+
+@pytest.mark.cpu
+def test_a_dataclass_of_settings_does_not_end_the_overlap(said: list[str], told: list[str]) -> None:
+    fit(Configured(), max_epochs=2)
     assert not any("no overlap" in message for message in [*said, *told])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -51,7 +52,7 @@ def code_of(owner: Any, *, apart_from: Collection[str]) -> list[Any]:
         apart_from: packages whose classes are not looked at.
     """
     kinds = [kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] not in apart_from]
-    functions = [value for kind in kinds for value in vars(kind).values() if issubclass(type(value), FunctionType)]
+    functions = [value for kind in kinds for value in vars(kind).values() if _is_written_for(kind, value)]
 
     def named(each: Any) -> Iterator[Any]:
         if issubclass(type(each), FunctionType) and each.__module__.partition(".")[0] not in apart_from:
@@ -59,6 +60,14 @@ def code_of(owner: Any, *, apart_from: Collection[str]) -> list[Any]:
             yield from (value for value in values if not _is_elsewhere(value, each))
 
     return list(reachable(functions, named))
+
+
+def _is_written_for(kind: type, value: Any) -> bool:
+    """Whether what a class has is a function, and not one of Python's own that a decorator added, as `dataclass` does."""
+    if not issubclass(type(value), FunctionType):
+        return False
+    root = str(value.__globals__.get("__name__")).partition(".")[0]
+    return root not in sys.stdlib_module_names or root == kind.__module__.partition(".")[0]
 
 
 def _is_elsewhere(value: Any, caller: FunctionType) -> bool:
