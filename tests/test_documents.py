@@ -92,6 +92,15 @@ def test_each_block_of_python_runs(text: str, tmp_path: Path, monkeypatch: pytes
     exec(compile(shown, "a block", "exec"), names)
 
 
+def test_mypy_looks_at_the_example_of_the_readme() -> None:
+    text = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    example = [each for each in ast.parse(text).body if not isinstance(each, ast.Import)]
+    # What a user writes is checked there.
+    typed = ast.parse((ROOT / "tests" / "typed_user.py").read_text()).body
+    function = next(each for each in typed if isinstance(each, ast.FunctionDef) and each.name == "first_example")
+    assert [ast.dump(each) for each in function.body[1:]] == [ast.dump(each) for each in example]
+
+
 def test_commands_that_the_documents_show_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line for block in blocks("") for line in block.values[0].splitlines()]
     commands = [shlex.split(line, comments=True) for line in lines if line.startswith("lightning-harmony ")]
