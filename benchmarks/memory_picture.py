@@ -41,12 +41,12 @@ def number(cell: str) -> float:
 
 def whole_model() -> tuple[list[Point], list[Point]]:
     """The model of 5.09 B parameters in `bf16-mixed`: harmony's rows, and those of plain Lightning."""
-    section = "### The newest rows"
+    section = "## A GPT of 5.09 B parameters"
     recompute = row(section, "in memory, each block recomputed, `bf16-mixed`")
 
     def point(label: str, first: str, place: tuple[int, int, str]) -> Point:
         cells = row(section, first)
-        return Point(label, GIB * number(cells[4]), number(recompute[1]) / number(cells[1]), place)
+        return Point(label, GIB * number(cells[3]), number(recompute[1]) / number(cells[1]), place)
 
     ours = [
         point("8 GiB", "harmony, 8 GiB", (0, 8, "center")),
@@ -62,17 +62,17 @@ def whole_model() -> tuple[list[Point], list[Point]]:
 
 def half_model() -> tuple[Point, list[Point]]:
     """Half of the model, with bfloat16 weights on the device: harmony's row, and those of others."""
-    one_run, later = "Half of the model (12 layers", "Half of the model again, on another machine with one H200"
-    recompute = number(row(one_run, "in memory, each block recomputed, bf16 parameters and residual")[1])
-    stale = row(one_run, "RoundPipe 0.1.1")
-    synchronous = row(one_run, "RoundPipe 0.1.1, synchronous")
-    zero, fsdp = row(later, "DeepSpeed 0.19.8, ZeRO-3, both offloads"), row(later, "FSDP2, CPU offload")
-    ours = row(one_run, "harmony, 16 GiB")
-    return Point("harmony", GIB * number(ours[4]), recompute / number(ours[1]), (0, -8, "center")), [
-        Point("RoundPipe, one step stale", GIB * number(stale[4]), recompute / number(stale[1]), (-52, 8, "left")),
-        Point("RoundPipe", GIB * number(synchronous[4]), recompute / number(synchronous[1]), (9, 0, "left")),
-        Point("DeepSpeed ZeRO-3, offload", GIB * number(zero[3]), recompute / number(zero[1]), (0, -8, "center")),
-        Point("FSDP2, offload", GIB * number(fsdp[3]), recompute / number(fsdp[1]), (9, 0, "left")),
+    section = "## Beside other tools"
+    recompute = number(row(section, "in memory, each block recomputed, bf16 parameters and residual")[1])
+    stale = row(section, "RoundPipe 0.1.1")
+    synchronous = row(section, "RoundPipe 0.1.1, synchronous")
+    zero, fsdp = row(section, "DeepSpeed 0.19.8, ZeRO-3, both offloads"), row(section, "FSDP2, CPU offload")
+    ours = row(section, "harmony, 16 GiB")
+    return Point("harmony", GIB * number(ours[2]), recompute / number(ours[1]), (0, -8, "center")), [
+        Point("RoundPipe, one step stale", GIB * number(stale[2]), recompute / number(stale[1]), (-52, 8, "left")),
+        Point("RoundPipe", GIB * number(synchronous[2]), recompute / number(synchronous[1]), (9, 0, "left")),
+        Point("DeepSpeed ZeRO-3, offload", GIB * number(zero[2]), recompute / number(zero[1]), (0, -8, "center")),
+        Point("FSDP2, offload", GIB * number(fsdp[2]), recompute / number(fsdp[1]), (9, 0, "left")),
     ]
 
 
