@@ -60,7 +60,7 @@ def test_a_page_is_as_wide_as_its_window_with_ticks_capacity_and_key() -> None:
     assert all((box.get("x") or "").endswith("%") for box in drawing.iter("rect"))
     assert all(0 <= place <= 100 for place in places)
     assert [text.text for text in drawing.iter("text")][:3] == ["0", "2 s", "4 s"]
-    assert "may hold 10 KiB" in page
+    assert "capacity 10 KiB" in page
     assert "</i> 1 c to d</span>" in page
     assert boxes(drawing, "idle")
 

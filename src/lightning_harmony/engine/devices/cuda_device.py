@@ -130,7 +130,7 @@ class CudaDevice(Device):
         return self.empty(num_bytes, stream)
 
     def allocated_bytes(self) -> int:
-        """What torch's allocator has handed out, and what recorded work has for itself."""
+        """Bytes that torch's allocator has allocated, and those of recorded work."""
         return self._statistic("allocated_bytes") + self._pool_bytes
 
     def _statistic(self, name: str) -> int:
@@ -139,7 +139,7 @@ class CudaDevice(Device):
         return int(statistics[name]["all"]["current"]) if statistics else 0
 
     def peak_bytes(self) -> int:
-        """The most that torch's allocator has handed out."""
+        """The most bytes that torch's allocator has had allocated."""
         return max(self._peak_bytes, torch.cuda.max_memory_allocated(self.torch_device))
 
     def peak_reserved_bytes(self) -> int:

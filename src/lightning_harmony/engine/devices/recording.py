@@ -70,7 +70,7 @@ class CudaRecorder:
         device: which GPU.
 
     Attributes:
-        has_failed: whether the driver has given up a recording. What that leaves of its state nobody tells.
+        has_failed: whether the driver has ended a recording early. What that leaves of its state nobody tells.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,7 +117,7 @@ class CudaRecorder:
             raise
 
     def _end_pool(self) -> None:
-        """The driver has given up: torch's allocator is to go on with its own memory instead of the graphs'."""
+        """The driver has ended a recording early: torch's allocator is to go on with its own memory instead of the graphs'."""
         self.has_failed = True
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)

@@ -357,7 +357,7 @@ class LanePool:
         return None
 
     def _end(self, waiting: Lane) -> None:
-        """Let a lane end that waited for something. One that still waits is given up."""
+        """Let a lane end that waited for something. One that still waits is replaced."""
         for _ in range(_LITTLE_PATIENCE):
             if waiting.finished:
                 return

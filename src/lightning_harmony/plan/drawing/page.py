@@ -182,7 +182,7 @@ def _names(device: DevicePrediction, scales: _Scales) -> Iterator[str]:
     if scales.capacity_bytes is not None:
         at = scales.height(scales.capacity_bytes) - 9
         held = min(max(held, at + 16), scales.bottom - 32)
-        yield f'<div style="top:{at:.0f}px;color:{_LIMIT}">may hold {format_bytes(scales.capacity_bytes)}</div>'
+        yield f'<div style="top:{at:.0f}px;color:{_LIMIT}">capacity {format_bytes(scales.capacity_bytes)}</div>'
     yield f'<div style="top:{held:.0f}px;color:{_LIMIT}">at most {format_bytes(held_bytes(device))}</div>'
     yield f'<div style="top:{scales.bottom - 16}px">memory</div>'
 
