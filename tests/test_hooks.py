@@ -218,6 +218,19 @@ def test_hooks_behind_the_step_may_read_its_gradients(hook: str) -> None:
         assert all(torch.equal(gradient.cpu(), other[name].cpu()) for name, gradient in one.items())
 
 
+class ReadsDecorated(pl.Callback):
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.norm = sum(parameter.grad.norm() for parameter in module.parameters())
+
+
+def test_a_hook_that_reads_gradients_may_be_decorated() -> None:
+    callbacks = ReadsDecorated(), ReadsDecorated()
+    trained(Model(), "auto", callbacks=[callbacks[0]])
+    trained(Model(), whole(), callbacks=[callbacks[1]])
+    assert torch.equal(callbacks[0].norm, callbacks[1].norm.cpu())
+
+
 def test_hooks_that_read_no_gradients_leave_the_update_just_in_time() -> None:
     class Counts(pl.Callback):
         count = 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from types import CellType
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_harmony.updating.lookout import is_out_of_sight
+from lightning_harmony.updating.reach import code_of
 from lightning_harmony.updating.reach import reaches as reaches_wanted
 
 
@@ -110,3 +113,43 @@ def test_of_too_many_objects_not_all_are_looked_into() -> None:
     ]
     assert reaches([many, module], frozenset([module]))
     assert reaches(many, frozenset([module])) is None
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
+    return wrapper
+
+
+def names_what_is_looked_for() -> Any:
+    return Loads
+
+
+DECORATORS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda function: function,
+    "one of one's own": wrapped,
+    "torch.no_grad": torch.no_grad(),
+    "staticmethod": staticmethod,
+    "classmethod": classmethod,
+    "property": property,
+    "cached_property": cached_property,
+    "two of them": lambda function: staticmethod(torch.no_grad()(wrapped(function))),
+}
+
+
+@pytest.mark.parametrize("decorator", DECORATORS)
+def test_code_behind_decorators_is_looked_at(decorator: str) -> None:
+    owner = type("Owner", (), {"method": DECORATORS[decorator](names_what_is_looked_for)})()
+    found = code_of(owner, apart_from=("torch",))
+    assert any(each is names_what_is_looked_for for each in found)
+    assert any(each is Loads for each in found)
+
+
+@dataclass
+class Settings:
+    width: int = 8
+
+
+def test_what_python_adds_to_a_dataclass_is_not() -> None:
+    assert not any(is_out_of_sight(each) for each in code_of(Settings(), apart_from=("torch",)))

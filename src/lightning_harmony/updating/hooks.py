@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import CodeType
 from typing import Any
 
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
-from lightning_harmony.updating.reach import names_in
+from lightning_harmony.updating.reach import functions_of, names_in
 
 # Hooks that see gradients or the optimizer's step: with them, no pack may be updated before the backward has ended.
 _MODULE_HOOKS = (
@@ -92,10 +91,11 @@ def _of_users(tree: LightningTree, owner: Any, hooks: Iterable[str]) -> list[str
 
 def _why_reader(hook: Any) -> str | None:
     """Why a hook may see gradients; None if it does not."""
-    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-    if not isinstance(code, CodeType):
+    functions = list(functions_of(hook))
+    if not functions:
         return "is no Python function, so that it may read gradients"
-    return None if _GRADIENTS.isdisjoint(names_in(code)) else "reads gradients"
+    names_none = all(_GRADIENTS.isdisjoint(names_in(each.__code__)) for each in functions)
+    return None if names_none else "reads gradients"
 
 
 def between_passes(tree: LightningTree, trainer: Any) -> list[str]:

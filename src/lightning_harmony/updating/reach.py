@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -47,12 +47,20 @@ def reaches(start: Any, is_wanted: Callable[[Any], bool], *, apart_from: Iterabl
 def code_of(owner: Any, *, apart_from: Collection[str]) -> list[Any]:
     """The functions of an object's classes, those that they call of the same files, and the variables that all of these name.
 
+    What a decorator has made of a function counts as that function, too.
+
     Args:
         owner: the object.
         apart_from: packages whose classes are not looked at.
     """
     kinds = [kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] not in apart_from]
-    functions = [value for kind in kinds for value in vars(kind).values() if _is_written_for(kind, value)]
+    functions = [
+        each
+        for kind in kinds
+        for value in vars(kind).values()
+        for each in functions_of(value)
+        if _is_users(each, kind, apart_from)
+    ]
 
     def named(each: Any) -> Iterator[Any]:
         if issubclass(type(each), FunctionType) and each.__module__.partition(".")[0] not in apart_from:
@@ -62,12 +70,27 @@ def code_of(owner: Any, *, apart_from: Collection[str]) -> list[Any]:
     return list(reachable(functions, named))
 
 
-def _is_written_for(kind: type, value: Any) -> bool:
-    """Whether what a class has is a function, and not one of Python's own that a decorator added, as `dataclass` does."""
-    if not issubclass(type(value), FunctionType):
-        return False
-    root = str(value.__globals__.get("__name__")).partition(".")[0]
-    return root not in sys.stdlib_module_names or root == kind.__module__.partition(".")[0]
+def functions_of(value: Any) -> Iterator[FunctionType]:
+    """A function or a method, and what decorators have put into it, or into a property."""
+    yield from (each for each in reachable([value], _decorated) if issubclass(type(each), FunctionType))
+
+
+def _decorated(each: Any) -> Iterator[Any]:
+    kind = type(each)
+    if issubclass(kind, FunctionType | CellType | cached_property):
+        yield from _held(each)
+    elif issubclass(kind, MethodType | staticmethod | classmethod):
+        yield each.__func__
+    elif issubclass(kind, property):
+        yield from (each.fget, each.fset, each.fdel)
+
+
+def _is_users(function: FunctionType, kind: type, apart_from: Collection[str]) -> bool:
+    """Whether the author of a class has written a function, and no decorator of Python or of a package, as `dataclass`."""
+    root = str(function.__globals__.get("__name__")).partition(".")[0]
+    if root == kind.__module__.partition(".")[0]:
+        return True
+    return root not in sys.stdlib_module_names and root not in apart_from
 
 
 def _is_elsewhere(value: Any, caller: FunctionType) -> bool:
