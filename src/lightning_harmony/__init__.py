@@ -1,7 +1,7 @@
 """Train PyTorch Lightning modules that do not fit in device memory, as if they did.
 
 Importing this registers ``Trainer(strategy="harmony")``. It is imported by every ``import torch`` of its environment, so
-it imports nothing itself until something is asked of it.
+it imports nothing itself until one of its names is used.
 """
 
 from typing import TYPE_CHECKING, Any

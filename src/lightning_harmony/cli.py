@@ -24,7 +24,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 1 where what was asked about does not fit, 2 where it cannot be told."""
+    """Run the command; return its exit code: 1 where training does not fit, 2 for wrong input."""
     parser = argparse.ArgumentParser(
         prog="lightning-harmony", description="Plan, estimate and look at training with Trainer(strategy='harmony')."
     )

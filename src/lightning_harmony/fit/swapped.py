@@ -70,7 +70,7 @@ class Swapped:
 
     Attributes:
         engine: runs the steps.
-        training: what it is asked to do for a training step.
+        training: what the strategy does for a training step.
         signals: held back in the middle of a step.
     """
 

@@ -99,7 +99,7 @@ class _Step:
 
 
 class StepRecorder:
-    """Notes what devices do in training steps. Where nobody has asked, it does nothing.
+    """Notes what devices do in training steps. Where nothing is to be recorded, it does nothing.
 
     Args:
         devices: all of them.
@@ -178,7 +178,7 @@ class StepRecorder:
             update: when parameters are updated, and why.
 
         Returns:
-            The share of its time in which each device computed; empty where nobody asked, or nothing was seen to compute.
+            The share of its time in which each device computed; empty where that was not to be measured, or nothing ran.
         """
         step = self._step
         self.drop()

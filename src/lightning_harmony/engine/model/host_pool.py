@@ -92,7 +92,7 @@ class HostPool:
         return self._existing.num_bytes
 
     def take_peak_bytes(self) -> int:
-        """The most that buffers took together since this was last asked."""
+        """The most bytes that buffers took together since the last call."""
         peak, self._existing.peak_bytes = self._existing.peak_bytes, self._existing.num_bytes
         return peak
 
@@ -154,7 +154,7 @@ class HostPool:
         return self.limit is None or self.num_bytes + num_bytes <= self.limit
 
     def take_missed(self) -> Counter[int]:
-        """How many buffers of each size had to be made for who took them, since this was last asked."""
+        """How many buffers of each size had to be made, as none was free, since the last call."""
         with self._lock:
             missed, self._missed = self._missed, Counter()
         return missed

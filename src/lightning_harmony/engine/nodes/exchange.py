@@ -52,7 +52,7 @@ class Exchange:
         return self.rank == 0
 
     def take_sent_bytes(self) -> int:
-        """Bytes of gradients and weights that this node has sent to others since this was last asked."""
+        """Bytes of gradients and weights that this node has sent to others since the last call."""
         sent, self._sent_bytes = self._sent_bytes, 0
         return sent
 
@@ -248,7 +248,7 @@ def is_of_exchange(group: Any) -> bool:
 
 
 def take_sent_bytes() -> int:
-    """Bytes of gradients and weights that this node has sent to others since this was last asked."""
+    """Bytes of gradients and weights that this node has sent to others since the last call."""
     return sum(exchange.take_sent_bytes() for _, exchange in _known.values())
 
 

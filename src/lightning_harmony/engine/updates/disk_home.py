@@ -275,13 +275,13 @@ class DiskHome:
             buffer.settle()
 
     def take_moved_bytes(self) -> tuple[int, int]:
-        """What was read, and what updates have written, since this was last asked."""
+        """Bytes that were read, and that updates have written, since the last call."""
         with self._counting:
             moved, self._read_bytes, self._written_bytes = (self._read_bytes, self._written_bytes), 0, 0
         return moved
 
     def take_waited_seconds(self) -> float:
-        """How long updates have waited for it since this was last asked."""
+        """Seconds for which updates have waited for the disk since the last call."""
         seconds, self._waited_seconds = self._waited_seconds, 0.0
         return seconds
 

@@ -78,7 +78,7 @@ class Overlap:
                 self.busy_seconds += perf_counter() - self._since
 
     def take_hidden(self) -> float:
-        """The share of the updates' seconds in which other work went on, since this was last asked; 0 without an update."""
+        """The share of the updates' seconds in which other work went on, since the last call; 0 without an update."""
         busy, waited = self.busy_seconds, self.waited_seconds
         self.busy_seconds = self.waited_seconds = 0.0
         return max(1.0 - waited / busy, 0.0) if busy > 0.0 else 0.0
@@ -194,7 +194,7 @@ class UpdateQueue(HostStream):
             self.submit(self.streamed.bring_back).synchronize()
 
     def take_speed(self) -> Speed:
-        """Of the updates that counted for it since this was last asked; nothing is under way."""
+        """Of the updates that counted for it since the last call; nothing is under way."""
         speed, self._speed = self._speed, Speed()
         return speed
 
