@@ -332,7 +332,7 @@ def second_backward(layer: SwappedLayer) -> UnsupportedModelError:
     """What is raised where a backward comes to a call that has had its last one."""
     return UnsupportedModelError(
         f"a second backward comes to one call of layer {layer.name!r}: the losses of two microbatches depend on it, "
-        "as of a tensor that one of them left where the other found it, in a closure or an object; use "
+        "as through a tensor that one of them left where the other found it, in a closure or an object; use "
         "num_microbatches=1"
     )
 
