@@ -87,6 +87,24 @@ def test_weights_that_come_ahead_leave_what_a_batch_takes_the_memory_that_it_had
     assert 8 << 10 < others[0] < 48 << 10
 
 
+@pytest.mark.cpu
+def test_weights_that_an_evaluation_has_passed_make_way_at_once() -> None:
+    """They filled the memory, and what came, in their place, found it in pieces: a GPU's allocator began anew each time."""
+    module, seen = Model(), list[int]()
+    module.net = nets.Language(num_blocks=12)
+    trainer = trainer_for(harmony(device_memory="300KiB"))
+
+    def look(*args: Any) -> None:
+        (residents,) = trainer.strategy._swapped.engine._placement.residents
+        seen.append(sum(pack.residency is not None for pack in residents.packs))
+
+    for block in module.net.blocks:
+        block.register_forward_pre_hook(look)
+    trainer.predict(module, DataLoader(nets.tokens(16), batch_size=8))
+    # The first batch is measured, layer by layer. Then two packs come beside the one that runs.
+    assert seen == [1] * 12 + [3] * 12
+
+
 @pytest.mark.devices(1, 2)
 def test_a_model_that_is_larger_than_the_memory_validates_tests_and_predicts_as_in_plain_lightning() -> None:
     module = Model()

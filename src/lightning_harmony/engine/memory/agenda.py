@@ -28,11 +28,13 @@ class Agenda:
     Attributes:
         plan: what is needed when.
         follows_moves: whether a step visits packs as moves were made for: not if microbatches run one after the other.
+        ends_with_forward: whether a step that does so has no backward, as evaluations have none.
     """
 
     def __init__(self, number: int = 0) -> None:
         self.plan = Plan((), (), 0)
         self.follows_moves = True
+        self.ends_with_forward = False
         self._number = number
         self._moves: Moves = {}
         # The visits of this step that moves were made for, and the packs that were to come with them, and are not yet there.
@@ -52,6 +54,7 @@ class Agenda:
         """The step is over."""
         self._visited.clear()
         self._due.clear()
+        self.ends_with_forward = False
 
     @property
     def has_moves(self) -> bool:
@@ -88,7 +91,8 @@ class Agenda:
         if self.has_moves:
             return [packs[index] for index in self._due] if self.plan.lookahead else []
         following: list[SwappedPack] = []
-        for index in self.plan.upcoming(place.phase, place.position):
+        rest = self._rest_of_forward(place)
+        for index in self.plan.upcoming(place.phase, place.position) if rest is None else rest:
             if len(following) == self.plan.lookahead:
                 break
             pack = packs[index]
@@ -98,7 +102,16 @@ class Agenda:
 
     def is_over(self, pack: int, place: Place) -> bool:
         """Whether a pack isn't needed any more in a phase, after a place."""
+        rest = self._rest_of_forward(place)
+        if rest is not None:
+            return pack not in rest
         return self.plan.is_over(pack, place.phase, place.position)
+
+    def _rest_of_forward(self, place: Place) -> Sequence[int] | None:
+        """What is visited after a place of the forward, if that is all there is; else None."""
+        # User code may run a backward within an evaluation.
+        is_all = self.ends_with_forward and place.phase is Phase.FORWARD
+        return self.plan.visits[place.position + 1 :] if is_all else None
 
     def needed_last(self, packs: Sequence[int], place: Place) -> int:
         """Which of some packs is needed last after a place."""

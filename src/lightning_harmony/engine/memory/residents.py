@@ -113,6 +113,9 @@ class Residents:
         else:
             for index in self.agenda.begin_visit(place):
                 self.evict(self.packs[index])
+            if self.agenda.ends_with_forward:
+                # If they went when room is needed, those that come would find it in pieces.
+                self._evict_what_is_over(place)
             self._await_update(place, work_bytes)
             self._await_lasting_room(place)
         if isinstance(self.device, VirtualDevice):
@@ -333,6 +336,11 @@ class Residents:
     def _evictable(self, place: Place) -> list[int]:
         """The packs on the device besides that of a place that no lane needs soon, as far as the plan tells."""
         return [pack.index for pack in self._others(place.pack) if pack.index not in self.pinned]
+
+    def _evict_what_is_over(self, place: Place) -> None:
+        for index in self._evictable(place):
+            if self.agenda.is_over(index, place):
+                self.evict(self.packs[index])
 
     def _evict_one_of(self, packs: Sequence[int], place: Place) -> None:
         self.evict(self.packs[self.agenda.needed_last(packs, place)])

@@ -233,7 +233,9 @@ class Executor:
         self._model.begin_step(is_training=is_training, runtime=self._runtime)
         self._placement.begin_step(None if is_training else self._observer.works[False])
         for residents in self._placement.residents:
-            residents.agenda.follows_moves = is_alone or not step.is_sequential
+            agenda = residents.agenda
+            agenda.follows_moves = is_alone or not step.is_sequential
+            agenda.ends_with_forward = agenda.follows_moves and not is_training
             for pack in residents.packs:
                 pack.is_narrow = is_training
         # A step that is timed is as those that follow.
