@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy
@@ -78,6 +79,27 @@ def test_four_devices_train_as_plain_lightning_does(optimizer: str) -> None:
 
 def test_batch_norm_statistics_are_made_in_the_order_of_microbatches() -> None:
     assert_same_training(build(nets.Convolutions), nets.images(), device_memory="64KiB", devices=2)
+
+
+class NormalizesInTheBackward(nets.Language):
+    """Its layers normalize in a checkpoint, and so once more in the backward."""
+
+    class Block(nets.Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.statistics = nn.BatchNorm1d(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(checkpoint(self.statistics, x, use_reentrant=False))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+
+def test_statistics_that_a_checkpoint_changes_in_the_backward_are_changed_on_any_device() -> None:
+    """Those of a copy on another device were changed, and no version tells so."""
+    assert_same_training(build(NormalizesInTheBackward), nets.tokens(), num_microbatches=1, devices=2)
 
 
 @pytest.mark.parametrize("device_memory", ["96KiB", None])

@@ -628,6 +628,18 @@ def test_a_tensor_that_each_call_draws_for_itself_stays_its_own() -> None:
     )
 
 
+class Uncounted(nn.Module):
+    """Keeps statistics, and does not count how often it was called, as InstanceNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(nets.WIDTH))
+        self.register_buffer("running_var", torch.ones(nets.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, training=True)  # type: ignore[arg-type]
+
+
 class RunsAgain(nets.Block):
     """A part of it runs once more in the backward, as that of a DenseNet that saves memory."""
 
@@ -635,7 +647,9 @@ class RunsAgain(nets.Block):
 
     def __init__(self, kind: str, *, use_reentrant: bool) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(nets.WIDTH) if kind == "statistics" else nn.Identity()
+        self.norm: nn.Module = nn.BatchNorm1d(nets.WIDTH) if kind == "statistics" else nn.Identity()
+        if kind == "uncounted":
+            self.norm = Uncounted()
         self.register_buffer("counted", torch.zeros(()))
         self.kind, self.use_reentrant = kind, use_reentrant
 
@@ -663,7 +677,9 @@ class WithCheckpoints(Reads):
 
 @pytest.mark.parametrize(
     ("kind", "use_reentrant", "num_microbatches", "has_capacity"),
-    combined(product(["statistics", "in place", "replaced"], [False, True]), [(1, True), (4, True), (4, False)]),
+    combined(
+        product(["statistics", "uncounted", "in place", "replaced"], [False, True]), [(1, True), (4, True), (4, False)]
+    ),
 )
 @pytest.mark.sampled
 def test_what_a_checkpoint_within_a_layer_changes_when_it_runs_again_is_changed_as_in_plain_training(
@@ -718,7 +734,9 @@ class AroundLayers(WithCheckpoints):
 
 @pytest.mark.parametrize(
     ("kind", "region", "num_microbatches"),
-    combined(product(["statistics", "in place", "replaced"], ["layers", "between", "nested"]), [(1,), (4,)]),
+    combined(
+        product(["statistics", "uncounted", "in place", "replaced"], ["layers", "between", "nested"]), [(1,), (4,)]
+    ),
 )
 @pytest.mark.sampled
 def test_what_layers_change_in_a_checkpoint_around_them_is_changed_as_in_plain_training(

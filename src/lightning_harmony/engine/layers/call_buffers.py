@@ -11,7 +11,7 @@ from torch import Tensor, UntypedStorage
 from lightning_harmony.engine.layers.saved_tensors import Saves
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
-from lightning_harmony.engine.structures.parts import parts_of
+from lightning_harmony.engine.structures.parts import are_equal, parts_of
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -45,6 +45,8 @@ class CallBuffers:
         drops: bool,
     ) -> None:
         self._layer, self._last_filled, self._drops = layer, last_filled, drops
+        # Statistics of modules that count nothing, as those of InstanceNorm.
+        self._uncounted: list[BufferKey] = []
         if not layer.buffers:
             self._filled, self._before, self.bound = {}, {}, {}
             return
@@ -87,14 +89,9 @@ class CallBuffers:
         self._refuse_grown(left)
         if self._is_unknown:
             layer.note_calls(self._before, left)
-        changed = [
-            key
-            for key, tensor in left.items()
-            if tensor is not self.bound[key]
-            or tensor._version != self._versions[key]
-            or _is_statistic(key)
-            or key in layer.unversioned_buffers
-        ]
+        counted, statistics = self._counted(left)
+        self._uncounted = [key for key in left if _is_statistic(key) and key not in statistics]
+        changed = [key for key in left if key in counted or _is_statistic(key) or key in layer.unversioned_buffers]
         if self._drops:
             self._keep(changed, residency)
             return {}
@@ -106,6 +103,13 @@ class CallBuffers:
                 self._filled[key] = [_memory(tensor)]
         self._keep(changed, residency)
         return taken
+
+    def _counted(self, left: Mapping[BufferKey, Tensor | None]) -> tuple[set[BufferKey], set[BufferKey]]:
+        """The buffers that have changed as their versions tell, and the statistics of modules that have such buffers."""
+        versions = self._versions
+        counted = {key for key, it in left.items() if it is not self.bound[key] or it._version != versions[key]}
+        owners = {id(owner) for owner, _ in counted}
+        return counted, {key for key in left if _is_statistic(key) and id(key[0]) in owners}
 
     def restore(self, residency: Residency) -> None:
         """Let the pack have what the call has found."""
@@ -138,6 +142,7 @@ class CallBuffers:
         """What code of the layer finds that runs in the backward, such as a checkpoint's: what was left there last."""
         self.bound = {key: residency.buffers[key] for key in self._layer.buffers}
         self._versions = {key: tensor._version for key, tensor in self.bound.items()}
+        self._uncounted_before = _copies({key: self.bound[key] for key in self._uncounted})
         return self.bound
 
     def take_over_again(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> dict[BufferKey, Tensor]:
@@ -150,11 +155,12 @@ class CallBuffers:
         Returns:
             These, as the pack has them now.
         """
-        found, self.bound = self.bound, {}
-        counted = {key for key, it in left.items() if it is not found[key] or it._version != self._versions[key]}
-        owners = {id(owner) for owner, _ in counted}
-        changed = [key for key in left if key in counted or (_is_statistic(key) and id(key[0]) in owners)]
-        return self._hand_over(changed, residency, left)
+        counted, statistics = self._counted(left)
+        self.bound = {}
+        changed = counted | statistics
+        compared = ((key, it, left[key]) for key, it in self._uncounted_before.items())
+        changed |= {key for key, before, now in compared if now is not None and not are_equal(now, before)}
+        return self._hand_over([key for key in left if key in changed], residency, left)
 
     def _hand_over(
         self, changed: Collection[BufferKey], residency: Residency, left: Mapping[BufferKey, Tensor | None]
