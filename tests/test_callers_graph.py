@@ -507,6 +507,29 @@ def test_a_saved_output_that_is_changed_in_place_is_refused_as_by_plain_training
             trainer.fit(Net(ChangesOutputs(CHANGES[change])), DataLoader(samples(), batch_size=8))
 
 
+class ChangesInputs(Stack):
+    """A layer changes in place what it is called with, and what code before it has saved."""
+
+    class Shifts(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.add_(1) @ self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = self.Shifts(WIDTH, WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.last(super().run(x).tanh())  # type: ignore[no-any-return]
+
+
+def test_what_code_between_layers_has_saved_is_refused_if_a_layer_has_changed_it_in_place() -> None:
+    """It was in the stash by then, as it was: plain training fails where this one went on."""
+    for strategy in ("auto", HarmonyStrategy("40KiB", num_microbatches=2)):
+        trainer = trainer_for(strategy, 3, [])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            trainer.fit(Net(ChangesInputs()), DataLoader(samples(), batch_size=8))
+
+
 class ShiftsOutputs(Stack):
     """Changes what a layer has returned and no backward needs."""
 

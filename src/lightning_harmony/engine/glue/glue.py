@@ -27,6 +27,7 @@ from lightning_harmony.engine.glue.refusals import (
 )
 from lightning_harmony.engine.glue.runtime import Runtime
 from lightning_harmony.engine.glue.uses import Token, Use
+from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import (
     SwappedLayer,
@@ -34,7 +35,7 @@ from lightning_harmony.engine.model.layer import (
     layer_of_caller,
 )
 from lightning_harmony.engine.model.parameter_places import Place, is_replaced
-from lightning_harmony.engine.structures.operations import changes_first, state_for
+from lightning_harmony.engine.structures.operations import Versioned, changes_first, state_for
 from lightning_harmony.engine.structures.parts import cloned, is_composed, parts_of
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.engine.structures.tree import unwrapped
@@ -368,12 +369,12 @@ class Glue:
     def _pack(self, tensor: Tensor) -> Any:
         found = self._runtime.resident_parameter(tensor)
         if found is None:
-            return self._runtime.stash_unchanged(tensor)
+            return _Saved(tensor, self._runtime.stash_unchanged(tensor))
         layer, leaf = found
         layer.is_in_graph = True
         if tensor.dtype != leaf.dtype:
             # Elements of another size, as those of a view of complex numbers.
-            return self._runtime.stash_unchanged(copied(tensor.detach()))
+            return _Saved(tensor, self._runtime.stash_unchanged(copied(tensor.detach())))
         return SavedWeight(tensor, leaf, layer, self._runtime)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -399,6 +400,20 @@ def _refuse_gradients_of(parameter: nn.Parameter, runtime: Runtime) -> Removable
 
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(refuse)
     return handle
+
+
+class _Saved(Versioned):
+    """A tensor that autograd saved, in the stash."""
+
+    __slots__ = ("_stashed",)
+
+    def __init__(self, tensor: Tensor, stashed: Stashed) -> None:
+        super().__init__(tensor, "code between layers")
+        self._stashed = stashed
+
+    def load(self) -> Tensor:
+        self.refuse_changed()
+        return self._stashed.load()
 
 
 class SavedWeight:

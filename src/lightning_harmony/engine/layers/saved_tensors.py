@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_harmony.engine.structures.operations import detached, is_counted, version_counter
+from lightning_harmony.engine.structures.operations import Versioned, detached
 from lightning_harmony.engine.structures.strides import has_strides
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -20,7 +20,7 @@ _OURS = __name__.partition(".")[0]
 _OWN_HOOKS = ("torch", _OURS)
 
 
-class SavedTensor:
+class SavedTensor(Versioned):
     """One saved tensor. Absent after the call unless the graph is kept; a recompute brings it.
 
     Args:
@@ -30,16 +30,14 @@ class SavedTensor:
         keep: whether it stays.
     """
 
-    __slots__ = ("__weakref__", "_counter", "_layout", "_open", "_version", "_what", "content")
+    __slots__ = ("__weakref__", "_layout", "_open", "content")
 
     def __init__(self, tensor: Tensor, what: str, open: Callable[[SavedTensor], None], *, keep: bool) -> None:
         # Without the node that made it, which would hold itself where it saves its result.
         self.content = detached(tensor) if keep else None
         self._layout = _layout_of(tensor)
-        self._what, self._open = what, open
-        is_plain = is_counted(tensor)
-        self._counter = version_counter(tensor) if is_plain else None
-        self._version = tensor._version if is_plain else 0
+        self._open = open
+        super().__init__(tensor, what)
 
     def load(self) -> Tensor:
         """The tensor, for the backward.
@@ -47,12 +45,7 @@ class SavedTensor:
         Raises:
             RuntimeError: if it was changed in place, as plain PyTorch raises.
         """
-        if self._counter is not None and self._counter._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                f"shape {list(self._layout[0])}, saved in {self._what}, is at version {self._counter._version}; expected "
-                f"version {self._version} instead. Make the operation that changes it out of place"
-            )
+        self.refuse_changed()
         self._open(self)
         assert self.content is not None
         return self.content

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -171,6 +171,36 @@ def version_counter(tensor: Tensor) -> Tensor:
         return alias
     finally:
         del guard
+
+
+class Versioned:
+    """A tensor that a graph has saved: nobody may change it in place until a backward asks for it.
+
+    Args:
+        tensor: what is saved.
+        what: that saves it, in messages.
+    """
+
+    __slots__ = ("_counter", "_shape", "_version", "_what")
+
+    def __init__(self, tensor: Tensor, what: str) -> None:
+        is_plain, self._what = is_counted(tensor), what
+        self._counter = version_counter(tensor) if is_plain else None
+        self._version = tensor._version if is_plain else 0
+        self._shape: Sequence[int] = tensor.shape if is_plain else ()
+
+    def refuse_changed(self) -> None:
+        """A backward asks for it.
+
+        Raises:
+            RuntimeError: if it was changed in place, as plain PyTorch raises.
+        """
+        if self._counter is not None and self._counter._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+                f"shape {list(self._shape)}, saved in {self._what}, is at version {self._counter._version}; expected version "
+                f"{self._version} instead. Make the operation that changes it out of place"
+            )
 
 
 def viewed(tensor: Tensor, view: Callable[..., Views], *how: Any) -> Views:
