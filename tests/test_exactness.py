@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -144,6 +144,36 @@ def test_losses_of_accumulated_batches_are_divided_once(memory: str | None, batc
     assert (strategy.plan is None) == (memory is None)
     for name, value in plain.state.items():
         assert torch.equal(value, module.state_dict()[name]), name
+
+
+class ReadByCode(nets.Language):
+    """Code between layers reads, once, the weight of a module that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(nets.WIDTH, nets.WIDTH)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return super().body(x @ self.gate.weight)
+
+
+@pytest.mark.parametrize("update", get_args(Update))
+def test_gradients_of_accumulated_batches_are_summed_in_one_order_where_code_between_layers_reads_a_weight(
+    update: Update,
+) -> None:
+    """Those of earlier batches came last, as if the module were a second source."""
+    torch.manual_seed(0)
+    module, samples = Net(ReadByCode()), nets.tokens(72)
+    plain = train_plain(copy.deepcopy(module), samples, 3, 12, accumulate_grad_batches=3)
+    found = train_harmony(
+        module,
+        samples,
+        HarmonyStrategy(num_microbatches=3),
+        12,
+        with_gradients=update == "after the backward",
+        accumulate_grad_batches=3,
+    )
+    compare(plain, found)
 
 
 @pytest.mark.parametrize("capacity", [None, "64KiB"])

@@ -120,6 +120,42 @@ def test_code_between_layers_reads_what_they_have_set(num_microbatches: int) -> 
     )
 
 
+class RunsAgain(Chain):
+    """From the second step on its microbatches cannot take turns, which is seen when layers have set parameters."""
+
+    value = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(Codebook)
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        first, second, last = self.blocks
+        x = first(x)
+        if self.num_calls > 4:
+            self.value = float(x.detach().mean())
+            last.train()
+        x = second(x)
+        return (last(x) * self.value).pow(2).mean()
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_layers_have_set_in_a_step_that_runs_again_counts_once(
+    is_late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was left as the attempt had made it."""
+    net = RunsAgain()
+    if is_late:
+        net.blocks[2].eval()
+    with caplog.at_level("INFO"):
+        assert_same_training(
+            Net(net), torch.randn(40, WIDTH), num_microbatches=4, layers=[Codebook], updates=["just in time"]
+        )
+    assert "microbatches run one after the other" in caplog.text or "has run twice" in caplog.text
+
+
 class Revives(pl.Callback):
     """Sets codes between steps."""
 

@@ -138,13 +138,15 @@ def train_plain(
     batch_size: int,
     *,
     more_callbacks: Sequence[pl.Callback] = (),
+    accumulate_grad_batches: int = 1,
     **o: Any,
 ) -> Training:
     """Train with plain Lightning, one microbatch a batch."""
     gradients = Gradients()
-    steps = len(samples) // batch_size
+    steps = len(samples) // batch_size // accumulate_grad_batches
     callbacks: list[pl.Callback] = [gradients, SeedMicrobatches(num_microbatches), *more_callbacks]
-    trainer = trainer_for("auto", steps, callbacks, accumulate_grad_batches=num_microbatches, **o)
+    num_accumulated = num_microbatches * accumulate_grad_batches
+    trainer = trainer_for("auto", steps, callbacks, accumulate_grad_batches=num_accumulated, **o)
     _fit(trainer, module, DataLoader(samples, batch_size=batch_size // num_microbatches))
     return _result(trainer, module, gradients.steps)
 
@@ -162,7 +164,8 @@ def train_harmony(
     """Train with harmony."""
     gradients, reports = Gradients(), Reports()
     callbacks: list[pl.Callback] = [reports, *([gradients] if with_gradients else []), *more_callbacks]
-    trainer = trainer_for(strategy, len(samples) // batch_size, callbacks, **o)
+    steps = len(samples) // batch_size // o.get("accumulate_grad_batches", 1)
+    trainer = trainer_for(strategy, steps, callbacks, **o)
     _fit(trainer, module, DataLoader(samples, batch_size=batch_size))
     result = _result(trainer, module, gradients.steps)
     result.reports = reports.reports

@@ -161,6 +161,7 @@ class Interleaving:
         gc.collect()
         engine.step.gradient_flags.restore()
         engine.abandon()
+        engine.take_back_parameters()
         self._attributes.undo()
         if not turns.undo.restore() or not batch.restore() or self._is_collective():
             raise error or UnsupportedModelError(

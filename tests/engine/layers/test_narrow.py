@@ -113,7 +113,7 @@ def test_with_a_type_to_compute_in_all_floating_weights_are_narrow_at_all_times(
         assert leaf.dtype is (torch.bfloat16 if narrowed else parameter.dtype)
         assert torch.equal(leaf, parameter.to(leaf.dtype))
     # Gradients arrive narrow, and are summed in the type of the master.
-    sums = Sums(device, HostPool(device.host_buffer), Traffic(), lambda parameter: False)
+    sums = Sums(device, HostPool(device.host_buffer), Traffic(), lambda parameter: False, lambda layer, parameter: True)
     for gradient in (torch.ones(4, 4), torch.full((4, 4), 2**-10)):
         sums.accumulate(pack, pack.layers[0], 0, [(module.weight, gradient.bfloat16())], add_to_earlier=False)
     (gradients,) = sums.swap_out(pack)

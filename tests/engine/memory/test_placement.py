@@ -34,7 +34,7 @@ def placement_of(layers: list[SwappedLayer], num_devices: int) -> Placement:
             Residents(
                 device,
                 swapper,
-                Sums(device, pool, Traffic(), lambda parameter: False),
+                Sums(device, pool, Traffic(), lambda parameter: False, lambda layer, parameter: True),
                 Stash(device, pool, Traffic()),
                 number,
             )

@@ -73,7 +73,7 @@ class Model:
         self.residents = Residents(
             self.device,
             swapper,
-            Sums(self.device, pool, Traffic(), lambda parameter: False),
+            Sums(self.device, pool, Traffic(), lambda parameter: False, lambda layer, parameter: True),
             Stash(self.device, pool, Traffic()),
         )
         self.residents.packs = [SwappedPack(index, [layer], store) for index, layer in enumerate(layers)]

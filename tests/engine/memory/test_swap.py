@@ -45,7 +45,7 @@ class Norm:
         self.residents = Residents(
             self.device,
             self.swapper,
-            Sums(self.device, self.pool, Traffic(), lambda parameter: False),
+            Sums(self.device, self.pool, Traffic(), lambda parameter: False, lambda layer, parameter: True),
             Stash(self.device, self.pool, Traffic()),
         )
         self.residents.packs = [self.pack]

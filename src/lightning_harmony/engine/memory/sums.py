@@ -31,12 +31,14 @@ class Sums:
         pool: host buffers for them.
         traffic: counts the copies.
         is_shared: whether several layers own a parameter.
+        is_only_user: whether of these the step uses this one alone.
     """
 
     _device: Device
     _pool: HostPool
     _traffic: Traffic
     _is_shared: Callable[[nn.Parameter], bool]
+    _is_only_user: Callable[[SwappedLayer, nn.Parameter], bool]
 
     def accumulate(
         self,
@@ -122,7 +124,7 @@ class Sums:
         if parked is not None:
             self._unpark(pack, accumulator, parked)
         elif use == 0 and add_to_earlier:
-            earlier = {(layer, p): p.grad for layer, p in slots if p.grad is not None and not self._is_shared(p)}
+            earlier = {key: p.grad for key in slots if (p := key[1]).grad is not None and self._is_only_user(*key)}
             accumulator.includes_earlier = {p for _, p in earlier}
             self._load(pack, accumulator, earlier)
         return accumulator

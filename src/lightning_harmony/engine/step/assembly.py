@@ -134,7 +134,7 @@ def assemble(
         Residents(
             device,
             Swapper(device, store, pool, traffic, updater.postponed, updater.streamed.disk),
-            Sums(device, pool, traffic, swapped.is_shared),
+            Sums(device, pool, traffic, swapped.is_shared, swapped.is_only_user),
             Stash(device, pool, traffic),
             number,
             partial(recordings.let_go, device),

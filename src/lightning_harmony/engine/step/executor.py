@@ -355,6 +355,10 @@ class Executor:
             self.recorder.drop()
             self._reset()
 
+    def take_back_parameters(self) -> None:
+        """After a step that microbatches took turns in was abandoned: make parameters what they were that layers have set."""
+        self._model.take_back_parameters()
+
     def measures(self, num_elements: int, *, is_training: bool) -> bool:
         """Whether so many elements in a microbatch are more than ever before."""
         return num_elements > (self.planner.measured_elements if is_training else self._evaluated_elements)

@@ -86,7 +86,7 @@ class GradientSums:
                     "here: make dense ones, as with sparse=False"
                 )
         if [parameter for parameter, _ in gradients if parameter._backward_hooks]:
-            gradients = [(p, self._after_hooks(p, gradient, use)) for p, gradient in gradients]
+            gradients = [(p, self._after_hooks(layer, use, p, gradient)) for p, gradient in gradients]
         index = self._placement.pack_of[layer.index]
         residents = self._placement.residents_of(index)
         # Those of glue come in a lane's own work; all lanes' sums are made in one order.
@@ -113,10 +113,10 @@ class GradientSums:
         home.admit(num_bytes)
         home.sums.gather(pack, layer, use, gradients, source.device, add_to_earlier=self._step.in_backward)
 
-    def _after_hooks(self, parameter: nn.Parameter, gradient: Tensor, use: int) -> Tensor:
+    def _after_hooks(self, layer: SwappedLayer, use: int, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         """What the user's hooks of a parameter make of the gradient of one microbatch."""
         hooks = list((parameter._backward_hooks or {}).values())
-        if hooks and (use > 0 or self._model.is_shared(parameter)):
+        if hooks and (use > 0 or not self._model.is_only_user(layer, parameter)):
             raise UnsupportedModelError(
                 f"parameter {self._model.names[parameter]!r} has a hook (register_hook) and is used several times in a step: "
                 "the hook would see the gradient of each use apart; change the gradients in on_after_backward instead"

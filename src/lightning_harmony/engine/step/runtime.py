@@ -183,7 +183,7 @@ class Runtime:
         if again or self._step.in_backward:
             self._step.note_changed_in_backward(layer.name, next(iter(buffers))[1])
         if self._step.current() is not None:
-            self._model.show_buffers(layer, buffers, self)
+            self._model.show_buffers(layer, buffers, self, keeps=not self._step.is_sequential)
 
     def read_buffer(self, layer: SwappedLayer, key: BufferKey) -> Tensor:
         """A copy of what is in a layer's buffer, for the code between layers or for another layer.

@@ -68,6 +68,8 @@ class SwappedModel:
         self._shown_buffers: dict[BufferKey, BufferStandIn] = {}
         self._num_owners = Counter(p for layer in layers for p in layer.parameters)
         self.held: dict[nn.Parameter, tuple[SwappedLayer, ParameterKey]] = {}
+        # What those were before the step that microbatches take turns in.
+        self._held_before: dict[nn.Parameter, Tensor] = {}
         for layer in self.layers:
             layer.buffer_writes, layer.changed_buffers = writes, self._changed_buffers
             layer.held, layer.num_owners = self.held, self._num_owners
@@ -88,6 +90,13 @@ class SwappedModel:
     def is_shared(self, parameter: nn.Parameter) -> bool:
         """Whether several layers own a parameter."""
         return self._num_owners[parameter] + (parameter in self.glue_layers) > 1
+
+    def is_only_user(self, layer: SwappedLayer, parameter: nn.Parameter) -> bool:
+        """Whether of those that own a parameter the step uses this one alone, so far."""
+        if not self.is_shared(parameter):
+            return True
+        owners = (each for each in self.layers if any(parameter is own for own in each.parameters))
+        return [each for each in owners if each.is_in_graph] == [layer]
 
     def add_glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
         """Make a layer of a parameter that glue uses."""
@@ -141,21 +150,27 @@ class SwappedModel:
         """
         host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self._changed_buffers.clear()
+        self._held_before.clear()
         for layer in self.layers:
             layer.is_training, layer.host_buffers, layer.is_in_graph = is_training, host_buffers, False
             buffers = [(key, host_buffer(key)) for key in layer.buffers]
             self.show_buffers(layer, {key: buffer for key, buffer in buffers if _is_plain(buffer)}, runtime)
 
-    def show_buffers(self, layer: SwappedLayer, newest: Mapping[BufferKey, Tensor], runtime: Runtime) -> None:
+    def show_buffers(
+        self, layer: SwappedLayer, newest: Mapping[BufferKey, Tensor], runtime: Runtime, *, keeps: bool = False
+    ) -> None:
         """Let stand-ins take the places of a layer's buffers until the step ends: the layer has them where it computes.
 
         Args:
             layer: whose they are.
             newest: what is in them.
             runtime: reads them.
+            keeps: whether to keep what parameters are on the host that are among them, until the next step.
         """
         for key, tensor in newest.items():
             if isinstance(key, ParameterKey):
+                if keeps and key.parameter not in self._held_before:
+                    self._held_before[key.parameter] = key.parameter.detach().clone()
                 continue
             host, known = host_buffer(key), self._shown_buffers.get(key)
             assert host is not None
@@ -173,6 +188,12 @@ class SwappedModel:
                 key[0]._buffers[key[1]] = stand_in.host_buffer
         for layer in self.layers:
             layer.is_training, layer.host_buffers = False, {}
+
+    def take_back_parameters(self) -> None:
+        """Make parameters that layers have set what they were before the step in which microbatches took turns."""
+        with torch.no_grad():
+            for parameter, before in self._held_before.items():
+                parameter.copy_(before)
 
     def refuse_changed_buffers(self) -> None:
         """Refuse a step in which others than the layers change their buffers.
