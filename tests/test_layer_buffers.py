@@ -691,6 +691,29 @@ def test_what_a_checkpoint_within_a_layer_changes_when_it_runs_again_is_changed_
     assert_same_training(module, samples(), device_memory=capacity, num_microbatches=num_microbatches)
 
 
+class OfOneModule(WithCheckpoints):
+    """Its layers share the module of their statistics."""
+
+    def __init__(self) -> None:
+        super().__init__("statistics")
+        for block in self.blocks:
+            block.norm = self.blocks[0].norm
+
+
+@pytest.mark.parametrize(("num_microbatches", "devices"), [(1, 1), (4, 1), (1, 2)])
+def test_so_is_what_layers_share_that_are_in_several_packs(num_microbatches: int, devices: int) -> None:
+    """In the backward a pack found the statistics as its own call had left them, without what came later."""
+    assert_same_training(
+        Net(OfOneModule()),
+        samples(),
+        device_memory=room("40KiB"),
+        num_microbatches=num_microbatches,
+        devices=devices,
+        # All have the weights of the module.
+        tolerance=1e-5,
+    )
+
+
 def test_it_is_said_that_no_turns_are_taken_then(caplog: pytest.LogCaptureFixture) -> None:
     has_turns, (said,) = takes_turns(WithCheckpoints("in place"), caplog)
     assert not has_turns

@@ -234,7 +234,8 @@ class PackPreparation:
             residents.enter(place, work_bytes, alone=self._observer.is_measuring)
             if self._observer.is_measuring and not self._observer.is_training:
                 self._observer.note_found(residents, place)
-        if place.phase is Phase.FORWARD and (sharing or not place.pack.layers[0].is_training):
+        # In the backward, too, for a checkpoint within a layer runs a part of that again.
+        if sharing or (place.phase is Phase.FORWARD and not place.pack.layers[0].is_training):
             residents.swapper.read_again(place.pack)
         if self._observer.is_measuring and place.phase is Phase.BACKWARD:
             # They count as gradients, and not as what the turn allocates.
