@@ -275,8 +275,8 @@ def test_a_checkpoint_of_bf16_compute_holds_float32_and_trains_on_in_any_precisi
 class Manual(Net):
     """Steps its optimizer itself."""
 
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__(net)
+    def __init__(self, net: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer] | None = None) -> None:
+        super().__init__(net, optimizer)
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -292,6 +292,20 @@ def test_bf16_compute_trains_in_manual_optimization() -> None:
     manual = Manual(copy.deepcopy(module.net))
     options = {"with_gradients": False, "plugins": HarmonyPrecision("bf16-compute")}
     compare(expected, train_harmony(manual, nets.tokens(), "harmony", 8, **options))
+
+
+def test_an_optimizer_that_a_manual_step_calls_computes_under_autocast_as_in_plain_lightning() -> None:
+    """Adafactor multiplies matrices."""
+
+    def adafactor(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(parameters, lr=0.01)
+
+    torch.manual_seed(0)
+    module = Manual(nets.Language(), adafactor)
+    expected = train_plain(copy.deepcopy(module), nets.tokens(), 1, 8, precision="bf16-mixed")
+    strategy = HarmonyStrategy(num_microbatches=1)
+    actual = train_harmony(module, nets.tokens(), strategy, 8, with_gradients=False, precision="bf16-mixed")
+    compare(expected, actual)
 
 
 def test_gradients_of_bf16_compute_are_accumulated_over_batches_and_clipped() -> None:

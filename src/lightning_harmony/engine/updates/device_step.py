@@ -140,7 +140,8 @@ def make_step(
     twin = share.elsewhere(parameters, gradients, states)
     if clip is not None:
         clip(parameters_of(twin))
-    step_unheard(twin)
+    with share.surroundings():
+        step_unheard(twin)
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_harmony.engine.devices.stream import Event, Urgency
+from lightning_harmony.engine.lanes.ambient import Autocast
 from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.nodes.weights import DividedUpdate
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
@@ -84,10 +85,11 @@ class PostponedUpdate:
             for parameter in others:
                 del left[parameter]
         events: dict[nn.Parameter, Event] = {}
+        autocast = Autocast()
         for number, parameters in enumerate([*order, list(left)]):
             members = {parameter: left.pop(parameter) for parameter in parameters if parameter in left}
             if members:
-                share = Share(optimizer, members)
+                share = Share(optimizer, members, autocast)
                 parameter = next(iter(members))
                 queue = queue_for(self._queues, parameter, share.gradients[parameter], number)
                 event = queue.submit(partial(_update, queue, share, clip), urgency=Urgency(number))
