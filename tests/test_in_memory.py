@@ -708,3 +708,34 @@ def test_layers_of_a_model_that_fits_are_compiled_for_the_fit_alone() -> None:
     assert strategy.plan is None
     assert compiled == [True] * STEPS
     assert module.blocks[0][0]._compiled_call_impl is None
+
+
+class Outputs(pl.Callback):
+    """Keeps the loss of each batch, which Lightning divides by the number of batches of a step."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(outputs["loss"] * trainer.accumulate_grad_batches)
+
+
+def test_where_no_backward_follows_the_loss_of_a_batch_is_that_of_all_its_microbatches() -> None:
+    """The last epoch of stochastic weight averaging takes statistics, if there is BatchNorm."""
+
+    class Returned(Model):
+        losses: list[Tensor]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.losses.append(loss.detach())
+            return {"loss": loss}
+
+    outputs, module = Outputs(), Returned(nn.BatchNorm1d(WIDTH))
+    averaging = pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1)
+    module.losses = []
+    strategy = HarmonyStrategy(num_microbatches=2)
+    fit(module, strategy, samples(), BATCH, max_epochs=2, callbacks=[averaging, outputs], **NO_CHECK)
+    losses = torch.stack(module.losses).view(-1, 2)
+    assert len(losses) == 3 * STEPS
+    torch.testing.assert_close(torch.stack(outputs.losses), losses.mean(dim=1))

@@ -257,10 +257,10 @@ class InMemory:
         if spread is not None:
             outputs, losses = (map_tensors(self._at_home, each) for each in (outputs, losses))
         output = merge_outputs(outputs, sizes)
-        if len(losses) < len(outputs) or compat.is_backward_skipped(self.trainer):
+        if len(losses) < len(outputs):
             return output
         loss = merge_losses([loss.detach() for loss in losses], weights)
-        if any(each.requires_grad for each in losses):
+        if any(each.requires_grad for each in losses) and not compat.is_backward_skipped(self.trainer):
             made = [(p, p.grad) for p in zeroed if p.grad is not None]
             backward = partial(self._give, made) if predicts else partial(self._backward, losses, weights)
             parameters = () if predicts else self._module.parameters()
