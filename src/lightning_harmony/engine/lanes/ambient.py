@@ -190,12 +190,12 @@ def _settable(name: str, get: Callable[[], Any], set_: Callable[[Any], None]) ->
     return OfThread(name, get, applied)
 
 
-_AUTOCAST = _autocast("cpu"), _autocast("cuda")
+AUTOCAST = _autocast("cpu"), _autocast("cuda")
 OF_THREAD = (
     OfThread("inference mode", torch.is_inference_mode_enabled, torch.inference_mode),
     # Behind inference mode, which sets it.
     OfThread("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    *_AUTOCAST,
+    *AUTOCAST,
     OfThread("the default device", _default_device, _on_default_device),
     OfThread("the current GPU", _cuda_device, torch.cuda.device),
     OfThread(
@@ -430,7 +430,7 @@ class AmbientState:
         """The context in which code finds the same again, but for context variables. What it sets does not last."""
         with ExitStack() as stack:
             stack.callback(self._process.enter().enter)
-            _apply(stack, OF_THREAD, self._thread)
+            apply(stack, OF_THREAD, self._thread)
             yield
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -438,21 +438,8 @@ class AmbientState:
         return self._context.copy().run(partial(function, *args, **kwargs))
 
 
-class Autocast:
-    """What autocast does in the calling thread at one moment, for work that another thread does in its stead."""
-
-    def __init__(self) -> None:
-        self._values = [kind.get() for kind in _AUTOCAST]
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """The context in which it does the same."""
-        with ExitStack() as stack:
-            _apply(stack, _AUTOCAST, self._values)
-            yield
-
-
-def _apply(stack: ExitStack, kinds: Sequence[OfThread], values: Sequence[Any]) -> None:
+def apply(stack: ExitStack, kinds: Sequence[OfThread], values: Sequence[Any]) -> None:
+    """Let the calling thread find other values of some kinds of state, until the stack is closed."""
     for kind, value in zip(kinds, values, strict=True):
         if kind.get() != value:
             stack.enter_context(kind.applied(value))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_harmony.engine.lanes.ambient import Autocast
+from lightning_harmony.engine.lanes.autocast import Autocast
 
 # Changes the gradients of some parameters in place, whichever they are.
 Clip = Callable[[list[nn.Parameter]], None]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_harmony.engine.devices.stream import Event, Urgency
-from lightning_harmony.engine.lanes.ambient import Autocast
+from lightning_harmony.engine.lanes.autocast import Autocast
 from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.nodes.weights import DividedUpdate
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
