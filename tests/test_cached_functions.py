@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.held.cached_functions import CacheThen, filling_of
 from support.chains import BATCH, MICROBATCHES, WIDTH, Block, Chain, samples
-from support.same_training import Net, compare, root, train_harmony, train_plain
+from support.same_training import Net, compare, room, root, train_harmony, train_plain
 
 STEPS = 3
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*")
@@ -210,5 +210,5 @@ def test_a_cache_as_it_was_answers_as_that_did(size: int | None, typed: bool) ->
 
 
 def train(module: Net) -> Any:
-    strategy = HarmonyStrategy(device_memory="64KiB", num_microbatches=MICROBATCHES, profile_cache=False)
+    strategy = HarmonyStrategy(device_memory=room("64KiB"), num_microbatches=MICROBATCHES, profile_cache=False)
     return train_harmony(module, samples(STEPS), strategy, BATCH, with_gradients=False)

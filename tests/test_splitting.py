@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_harmony import HarmonyStrategy
-from support.same_training import trainer_for
+from support.same_training import root, trainer_for
 from support.sampling import combined
 
 pytestmark = [
@@ -143,7 +143,7 @@ UNCERTAIN: dict[str, tuple[Any, Any, str]] = {
     "samples in columns": (side_by_side, lambda batch: torch.cat([batch, -batch], 0).T, "8 rows and 8 columns"),
     "larger unlabelled half": (labelled_and_more, torch.cat, "has 56 rows, and others tell of 8 samples"),
     "pairs": (both_views, lambda batch: batch, "puts 8 samples into a batch, but its first tensor has 16 rows"),
-    "object": (Graph, lambda batch: batch.nodes, "a Graph in it"),
+    "object": (Graph, lambda batch: batch.nodes.to(root()), "a Graph in it"),
     "sparse": (lambda batch: torch.stack(batch).to_sparse(), Tensor.to_dense, "a sparse tensor of shape"),
 }
 

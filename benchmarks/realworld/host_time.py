@@ -43,7 +43,6 @@ PARTS: dict[str, list[tuple[str, str]]] = {
     "lets recordings go": [(f"{_ENGINE}.layers.recordings", "Recordings.let_go")],
     "waits for room": [
         (f"{_ENGINE}.memory.residents", "Residents._await_room"),
-        (f"{_ENGINE}.memory.residents", "Residents._await_update_there"),
     ],
     "waits for updates": [(f"{_ENGINE}.memory.swap", "Swapper.await_update")],
     "visits": [

@@ -111,11 +111,10 @@ class Residents:
         elif not self.agenda.plan.just_in_time:
             self._take_away()
         else:
-            for index in self.agenda.begin_visit(place):
+            # What is over would go when room is needed, too, but what comes would find that in pieces.
+            over = self._over(place) if self.agenda.ends_with_forward else []
+            for index in [*self.agenda.begin_visit(place), *over]:
                 self.evict(self.packs[index])
-            if self.agenda.ends_with_forward:
-                # If they went when room is needed, those that come would find it in pieces.
-                self._evict_what_is_over(place)
             self._await_update(place, work_bytes)
             self._await_lasting_room(place)
         if isinstance(self.device, VirtualDevice):
@@ -139,16 +138,9 @@ class Residents:
         if place.phase is Phase.BACKWARD and not pack.accumulators:
             num_bytes += pack.gradient_layout()[1]
         while not self.device.has_lasting_room(num_bytes) and (
-            self._make_room_at_once(place) or self._await_update_there()
+            self._make_room_at_once(place) or self._await_room(of_stash=False)
         ):
             pass
-
-    def _await_update_there(self) -> bool:
-        """Wait for an update on the device, or the oldest copy of sums; whether there was one."""
-        start = perf_counter()
-        has_waited = self.device.leaving.retire(wait=True)
-        self.waited_seconds += perf_counter() - start
-        return has_waited
 
     def end_forward(self) -> None:
         """The forward of all lanes is over: compare the weights of packs that are still there."""
@@ -230,7 +222,7 @@ class Residents:
         """Free something that has left, or that nobody needs any more."""
         if self.device.leaving.retire() or self.stash.retire():
             return True
-        over = [index for index in self._evictable(place) if self.agenda.is_over(index, place)]
+        over = self._over(place)
         if over:
             self._evict_one_of(over, place)
         return bool(over)
@@ -240,10 +232,10 @@ class Residents:
         while self._await_room():
             pass
 
-    def _await_room(self) -> bool:
-        """Wait for the oldest copy that leaves room; whether there was one."""
+    def _await_room(self, *, of_stash: bool = True) -> bool:
+        """Wait for the oldest copy that leaves room, or for an update on the device; whether there was one."""
         start = perf_counter()
-        has_waited = self.stash.retire(wait=True) or self.device.leaving.retire(wait=True)
+        has_waited = (of_stash and self.stash.retire(wait=True)) or self.device.leaving.retire(wait=True)
         self.waited_seconds += perf_counter() - start
         return has_waited
 
@@ -337,10 +329,8 @@ class Residents:
         """The packs on the device besides that of a place that no lane needs soon, as far as the plan tells."""
         return [pack.index for pack in self._others(place.pack) if pack.index not in self.pinned]
 
-    def _evict_what_is_over(self, place: Place) -> None:
-        for index in self._evictable(place):
-            if self.agenda.is_over(index, place):
-                self.evict(self.packs[index])
+    def _over(self, place: Place) -> list[int]:
+        return [index for index in self._evictable(place) if self.agenda.is_over(index, place)]
 
     def _evict_one_of(self, packs: Sequence[int], place: Place) -> None:
         self.evict(self.packs[self.agenda.needed_last(packs, place)])
