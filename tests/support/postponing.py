@@ -37,8 +37,8 @@ def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     )
     wait_in_step = Updater._wait_for
 
-    def gated(self: Share, optimizer: Any, groups: Any) -> None:
-        make(self, optimizer, groups)
+    def gated(self: Share, optimizer: Any, groups: Any, *others: Any) -> None:
+        make(self, optimizer, groups, *others)
         gate_of[self] = threading.Event()
         gates.append((set(groups), gate_of[self]))
 

@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -265,9 +266,15 @@ def _edge(end: Any) -> GradientEdge:
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The operands that an operation changes, by its name."""
+    """The operands that an operation changes, by its name and theirs: normalizations count no version of their statistics."""
     operands = args[:1] if changes_first(getattr(func, "__name__", "")) else ()
-    return tensors_of(*operands, kwargs.get("out"))
+    if func in _WITH_STATISTICS:
+        operands = args[1:3]
+    return tensors_of(*operands, *(kwargs.get(name) for name in ("out", "running_mean", "running_var")))
+
+
+# Statistics are what they normalize a tensor with.
+_WITH_STATISTICS = (F.batch_norm, F.instance_norm)
 
 
 # They are given parameters to find their gradients, not to compute with them.
