@@ -395,6 +395,61 @@ def test_parameters_that_are_replaced_in_mid_run_give_equal_bits(module: Any) ->
     assert_same_fits(module, max_epochs=2)
 
 
+class Derives(Model):
+    """Has weights that hooks compute in each call, looks at them between calls, and skips the rest of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        one, two, three = (block.up for block in list(self.net.blocks)[:3])
+        self.derived = [
+            nn.utils.weight_norm(one),
+            nn.utils.spectral_norm(two),
+            prune.l1_unstructured(three, "weight", 0.3),
+        ]
+        self.seen: list[Tensor] = []
+
+    def look(self) -> None:
+        self.seen += [layer.weight.detach().cpu().clone() for layer in self.derived]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.trainer.global_step == 1 and self.current_epoch == 0 else None
+
+    def on_train_epoch_end(self) -> None:
+        self.look()
+        with torch.no_grad():
+            self.derived[1](torch.ones(1, nets.WIDTH, device=self.device))
+        self.look()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("update", ["just-in-time", "deferred"])
+@pytest.mark.devices(1, 2)
+def test_between_steps_weights_that_hooks_compute_are_those_of_their_modules_last_call(update: Any) -> None:
+    runs = fit_plain(Derives(), max_epochs=3), fit_harmony(Derives(), harmony(update=update), max_epochs=3)
+    assert_same(*runs)
+    assert_equal(*(run.lightning_module.seen for run in runs))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_a_manual_step_can_look_at_weights_that_hooks_compute_but_not_train_them_there() -> None:
+    class Looks(Manual):
+        def __init__(self, *, trains: bool) -> None:
+            super().__init__()
+            self.trains, self.layer, self.seen = trains, nn.utils.weight_norm(self.net.blocks[1].up), []
+
+        def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            self.seen.append(self.layer.weight.detach().cpu().clone())
+            super().manual_backward(loss + self.layer.weight.sum() if self.trains else loss, *args, **kwargs)
+
+    runs = trainer_for("auto"), trainer_for(harmony())
+    for trainer in runs:
+        trainer.fit(Looks(trains=False), loader())
+    assert_same(*runs)
+    assert_equal(*(run.lightning_module.seen for run in runs))
+    with pytest.raises(UnsupportedModelError, match=r"blocks\.1\.up\.weight' is used outside of its module's call"):
+        fit("harmony", Looks(trains=True))
+
+
 def test_a_parameter_of_another_type_is_refused() -> None:
     class Widens(Replacing):
         def change(self, layer: nn.Module) -> None:

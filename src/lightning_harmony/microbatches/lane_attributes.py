@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
-from lightning_harmony.engine.model.derived import OutOfReach
+from lightning_harmony.engine.model.derived import is_derived
 from lightning_harmony.engine.structures.containers import MISSING, put_content, put_value
 from lightning_harmony.held.equal_objects import are_equal_objects
 from lightning_harmony.held.held_state import ALL, Held, Kind
@@ -146,7 +146,7 @@ class _Space:
 
     def _is_late(self, name: Any, ran: Collection[int]) -> bool:
         before, now = self._base_of(name), self.content.get(name, MISSING)
-        if now is before or name in self.harmless or name in OF_TORCH or issubclass(type(now), OutOfReach):
+        if now is before or name in self.harmless or name in OF_TORCH or is_derived(now):
             return False
         if name in self.counters:
             return any(self.own.get(m, {}).get(name) != before + (m + 1) * self.counters[name] for m in ran)
@@ -217,12 +217,7 @@ def is_switched(kind: Kind, name: Any, value: Any, before: Any, *, of_layer: boo
         of_layer: whether the own code of a layer sets it.
     """
     if kind is Kind.MODULE:
-        return (
-            name not in OF_TORCH
-            and type(value) not in NUMBERS
-            and not issubclass(type(value), OutOfReach)
-            and not issubclass(type(before), OutOfReach)
-        )
+        return name not in OF_TORCH and type(value) not in NUMBERS and not is_derived(value) and not is_derived(before)
     if kind is Kind.OBJECT and of_layer and type(value) not in NUMBERS:
         return True
     has_own = kind is Kind.HOOKS or (kind is Kind.CONTAINER and has_tensors([value, before]))

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from lightning_harmony.engine.model.derived import derived_weights, derives_weights, out_of_reach
+from lightning_harmony.engine.model.derived import (
+    DerivedWeight,
+    derived_weights,
+    derives_weights,
+    keeping_derived,
+    out_of_reach,
+)
 from lightning_harmony.errors import UnsupportedModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
@@ -29,24 +35,26 @@ def test_weights_that_pruning_and_older_norms_compute_are_found_below_a_module()
     assert not derives_weights(module)
 
 
-def test_derived_weights_are_computed_from_what_the_parameters_are_now() -> None:
+def call(weight: DerivedWeight, made: Tensor, *, varies: bool = False) -> None:
+    outside = weight.get()
+    with keeping_derived([weight], lambda owner: varies):
+        weight.set(made)
+    weight.set(outside)
+
+
+def test_behind_its_calls_a_derived_weight_is_what_the_last_one_computed_that_may_compute_something_else() -> None:
     module = pruned()
-    with torch.no_grad():
-        module.weight_orig.fill_(2.0)
     (weight,) = derived_weights(module)
-    with torch.inference_mode():
-        weight.compute()
-    assert torch.equal(module.weight, 2.0 * module.weight_mask)
+    made = [torch.full((4, 4), float(number), requires_grad=True) for number in range(4)]
+    with out_of_reach({"weight": weight}):
+        for value, varies in zip(made, (False, False, True, False), strict=True):
+            call(weight, value, varies=varies)
+    assert torch.equal(module.weight, made[2])
     assert not module.weight.requires_grad
+    with torch.inference_mode(), out_of_reach({"weight": weight}):
+        call(weight, made[3] * 2)
+    assert torch.equal(module.weight, made[3] * 2)
     assert not module.weight.is_inference()
-
-
-def test_a_computation_that_changes_buffers_is_left_to_the_modules_call() -> None:
-    module = torch.nn.utils.spectral_norm(nn.Linear(3, 3))
-    before = module.weight_u.clone()
-    (weight,) = derived_weights(module)
-    weight.compute()
-    assert torch.equal(module.weight_u, before)
 
 
 def test_out_of_reach_only_the_modules_own_call_can_use_them() -> None:
@@ -64,3 +72,14 @@ def test_out_of_reach_only_the_modules_own_call_can_use_them() -> None:
                 use()
         assert module(torch.ones(1, 4)).isfinite().all()
     assert module.weight is before
+
+
+def test_where_a_step_goes_on_behind_a_call_what_it_left_can_be_read_and_takes_no_gradients() -> None:
+    module = pruned()
+    (weight,) = derived_weights(module)
+    made = torch.ones(4, 4, requires_grad=True)
+    with out_of_reach({"weight": weight}, only_here=True):
+        call(weight, made * 2)
+    assert torch.equal(module.weight, made * 2)
+    with pytest.raises(UnsupportedModelError, match="'weight' is used outside of its module's call"):
+        module.weight.sum().backward()

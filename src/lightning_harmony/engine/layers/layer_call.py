@@ -37,6 +37,7 @@ from lightning_harmony.engine.layers.saved_tensors import (
     refuse_hooks_of_others,
 )
 from lightning_harmony.engine.memory.tensor_class import parameter_like
+from lightning_harmony.engine.model.derived import keeping_derived
 from lightning_harmony.engine.model.layer import (
     BufferKey,
     DataAssignedError,
@@ -173,7 +174,8 @@ class LayerCall:
         with self._saving() if self._with_graph else NO_CONTEXT:
             bound = self._weights.bind(self)
             beside = layer.companions.bound(residency.leaves, residency.companions)
-            with beside as recompute.changes, layer.bound(bound, recompute.buffers) as left, watch or NO_CONTEXT:
+            kept = keeping_derived(layer.derived, layer.varies) if layer.derived else NO_CONTEXT
+            with beside as recompute.changes, layer.bound(bound, recompute.buffers) as left, watch or NO_CONTEXT, kept:
                 try:
                     result = self._run(*args, **kwargs)
                 except (DataAssignedError, DifferentiatesError) as error:

@@ -5,19 +5,20 @@ Pruning does it so (`torch.nn.utils.prune`), and so do the older `weight_norm` a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.structures.containers import MISSING, put_value
+from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.errors import UnsupportedModelError
 
 
@@ -27,13 +28,6 @@ class DerivedWeight:
 
     owner: nn.Module
     name: str
-    hook: Any
-
-    def compute(self) -> None:
-        """Make it what the parameters are now; what changes its buffers with every computation is left as it is."""
-        if not isinstance(self.hook, SpectralNorm):
-            with torch.inference_mode(False), torch.no_grad():
-                self.hook(self.owner, ())
 
     def get(self) -> Any:
         """What is there."""
@@ -57,9 +51,9 @@ def derives_weights(module: nn.Module) -> bool:
 def _of(owner: nn.Module) -> Iterator[DerivedWeight]:
     for hook in owner._forward_pre_hooks.values():
         if isinstance(hook, prune.BasePruningMethod):
-            yield DerivedWeight(owner, hook._tensor_name, hook)
+            yield DerivedWeight(owner, hook._tensor_name)
         elif isinstance(hook, WeightNorm | SpectralNorm):
-            yield DerivedWeight(owner, hook.name, hook)
+            yield DerivedWeight(owner, hook.name)
 
 
 class OutOfReach:
@@ -67,10 +61,21 @@ class OutOfReach:
 
     Args:
         name: the qualified name of the attribute.
+        left: what a call of its module has left there last, on the host.
+        refuses_gradients: whether code that finds this later could still send gradients through it.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, left: Any = MISSING, *, refuses_gradients: bool = False) -> None:
+        self._name, self._left, self._is_of_before, self._refuses_gradients = name, left, True, refuses_gradients
+
+    def keep(self, made: Tensor) -> None:
+        """Keep what a call of the module has computed, which will be in its place when nothing is swapped any more."""
+        with Unseen(), torch.inference_mode(False):
+            left: Any = made.detach().to("cpu", copy=True)
+        if self._refuses_gradients and made.requires_grad:
+            left = _RefusesGradients.apply(torch.zeros((), requires_grad=True), left, self._refusal())
+        left.is_derived = True
+        self._left, self._is_of_before = left, False
 
     def __getattr__(self, attribute: str) -> Any:
         raise self._refusal()
@@ -87,14 +92,63 @@ class OutOfReach:
         )
 
 
+def is_derived(value: Any) -> bool:
+    """Whether that is in a derived weight's place while layers are swapped, or was left there by a call: no user's change."""
+    return issubclass(type(value), OutOfReach) or (type(value) is Tensor and hasattr(value, "is_derived"))
+
+
 @contextmanager
-def out_of_reach(weights: Mapping[str, DerivedWeight]) -> Iterator[None]:
-    """Within the context, nobody but their modules' calls can use these weights, given by their qualified names."""
-    before = {name: weight.get() for name, weight in weights.items()}
+def keeping_derived(weights: Sequence[DerivedWeight], varies: Callable[[nn.Module], bool]) -> Iterator[None]:
+    """The context of a call that computes weights, which are kept for when it is over.
+
+    Args:
+        weights: these.
+        varies: whether calls change what they compute those of a module from: else the first of a step tells of all.
+    """
+    outside = [weight.get() for weight in weights]
+    try:
+        yield
+    finally:
+        for weight, place in zip(weights, outside, strict=True):
+            made = weight.get()
+            if (
+                isinstance(place, OutOfReach)
+                and isinstance(made, Tensor)
+                and (place._is_of_before or varies(weight.owner))
+            ):
+                place.keep(made)
+
+
+class _RefusesGradients(torch.autograd.Function):
+    """What is left in a derived weight's place, for others to look at: gradients would not come to the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, left: Tensor, refusal: Exception) -> Tensor:
+        """Return what is left there."""
+        ctx.refusal = refusal
+        return left
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Refuse."""
+        raise ctx.refusal
+
+
+@contextmanager
+def out_of_reach(weights: Mapping[str, DerivedWeight], *, only_here: bool = False) -> Iterator[None]:
+    """Within the context, nobody but their modules' calls can use these weights, given by their qualified names.
+
+    Behind it they are what these calls have computed last, as in plain PyTorch: not what parameters have become since.
+
+    Args:
+        weights: which.
+        only_here: whether a step goes on behind the context, as where each call has one of its own.
+    """
+    stand_ins = {name: OutOfReach(name, each.get(), refuses_gradients=only_here) for name, each in weights.items()}
     for name, weight in weights.items():
-        weight.set(OutOfReach(name))
+        weight.set(stand_ins[name])
     try:
         yield
     finally:
         for name, weight in weights.items():
-            weight.set(before[name])
+            weight.set(stand_ins[name]._left)

@@ -165,6 +165,7 @@ class SwappedLayer:
         checkpoint: that of the caller's within which it was last called with such buffers.
         gathered: parameters of recurrent modules, which cuDNN copies to one memory and leaves there.
         composed: the parameters whose values are in tensors of their own.
+        derived: the weights that its hooks compute from parameters.
         is_parametrized: whether modules of it compute weights with `torch.nn.utils.parametrize`.
         narrow: the parameters that are narrower on the device: with a compute type all that it narrows, else those that
             the layer reads through a cast alone. And to which type.
@@ -214,17 +215,16 @@ class SwappedLayer:
         self.read_wide: set[nn.Parameter] = set()
         self._places = places_of(module, self.parameters) if module is not None else []
         self._containers = containers_of(module, self._places) if module is not None else []
-        self._derived = derived_weights(module) if module is not None else []
+        self.derived = derived_weights(module) if module is not None else []
         self.is_parametrized = module is not None and any(map(parametrize.is_parametrized, module.modules()))
 
     def uses(self, module: nn.Module) -> bool:
         """Whether its code has a module's weights where it runs."""
         return self.whole is not None and any(each is module for each in self.whole.modules())
 
-    def derive(self) -> None:
-        """Compute the weights that its hooks make of parameters, where nothing is swapped."""
-        for weight in self._derived:
-            weight.compute()
+    def varies(self, module: nn.Module) -> bool:
+        """Whether its calls change what they find of a module's weights and buffers."""
+        return self.num_changes > 0 or any(owner is module for owner, _ in self.changing_buffers)
 
     def has_unknown_buffers(self) -> bool:
         """Whether its calls are still looked at for buffers that are changed through `.data`."""
@@ -352,7 +352,7 @@ class _Bound:
     ) -> None:
         self._places, self._parameters, self._buffers = layer._places, parameters, buffers
         self._containers: Any = layer._containers
-        self._derived: Any = layer._derived
+        self._derived: Any = layer.derived
 
     def __enter__(self) -> dict[BufferKey, Tensor | None]:
         self._outside = [place.container[place.key] for place in self._places]

@@ -127,7 +127,7 @@ def assemble(
         spared_cores=() if core is None else siblings_of(core),
         on_update=recorder.note_update,
     )
-    swapped = SwappedModel(model, swapped_layers, store, updater.postponed, root.torch_device, compute_dtype)
+    swapped = SwappedModel(model, swapped_layers, store, root.torch_device, compute_dtype)
     recording = devices if records_layers else ()
     recordings = Recordings(recording, lambda device, size: residents[devices.index(device)].admit(size))
     residents = [

@@ -10,6 +10,7 @@ import torch
 
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.engine.memory.placement import Placement
+from lightning_harmony.engine.model.derived import out_of_reach
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.shortage import exceeded
@@ -44,8 +45,6 @@ class LoneCalls:
         """The pack resides on the device within the context."""
         residents = self._placement.residents[0]
         pack = residents.packs[index]
-        for layer in pack.layers:
-            layer.derive()
         self._model.follow(pack.parameters)
         try:
             # Nothing else may take room: what devices have updated leaves.
@@ -57,7 +56,8 @@ class LoneCalls:
             pack.residency.ready.wait()
             self._recorder.enter(0, Task(index, phase, 0), pack)
             residents.weight_checks.begin(pack)
-            yield pack.residency
+            with out_of_reach(self._model.derived, only_here=True):
+                yield pack.residency
             residents.end_forward()
             residents.weight_checks.refuse_changed()
         except torch.OutOfMemoryError as error:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.glue.buffer_stand_in import BufferStandIn
 from lightning_harmony.engine.glue.runtime import Runtime
-from lightning_harmony.engine.model.derived import DerivedWeight, derived_weights
+from lightning_harmony.engine.model.derived import DerivedWeight
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import (
     BufferKey,
@@ -21,7 +21,6 @@ from lightning_harmony.engine.model.layer import (
     host_buffer,
     move_buffers,
 )
-from lightning_harmony.engine.updates.postponed import PostponedUpdate
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.plan import visits_of
 
@@ -33,7 +32,6 @@ class SwappedModel:
         module: the model. Buffers that no layer owns are on the root device from now until `close`.
         layers: those of its modules that are scheduled.
         store: where its parameters live.
-        postponed: the update of the step before.
         root: the device where its own code runs.
         compute_dtype: the type in which layers compute; None for those of their parameters.
 
@@ -51,7 +49,6 @@ class SwappedModel:
         module: nn.Module,
         layers: Sequence[SwappedLayer],
         store: HostStore,
-        postponed: PostponedUpdate,
         root: torch.device,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
@@ -62,7 +59,6 @@ class SwappedModel:
         self._module = module
         self._store = store
         self._root = root
-        self._postponed = postponed
         writes: Counter[BufferKey] = Counter()
         self._changed_buffers: set[BufferKey] = set()
         self._shown_buffers: dict[BufferKey, BufferStandIn] = {}
@@ -83,8 +79,7 @@ class SwappedModel:
 
     def _derived_weights(self) -> dict[str, DerivedWeight]:
         names = {id(owner): name for name, owner in self._module.named_modules()}
-        modules = [layer.whole for layer in self.layers if layer.whole is not None]
-        weights = [weight for module in modules for weight in derived_weights(module)]
+        weights = [weight for layer in self.layers for weight in layer.derived]
         return {f"{names[id(weight.owner)]}.{weight.name}": weight for weight in weights}
 
     def is_shared(self, parameter: nn.Parameter) -> bool:
@@ -123,10 +118,6 @@ class SwappedModel:
                     f"parameter {name!r} has a hook that waits for its gradient (register_post_accumulate_grad_hook), but "
                     "gradients are summed elsewhere: use on_after_backward, or leave the update just in time to the strategy"
                 )
-        if self.derived:
-            self._postponed.finish_parameters()
-            for weight in self.derived.values():
-                weight.compute()
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """See where parameters are now.
