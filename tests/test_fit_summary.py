@@ -259,6 +259,20 @@ def test_a_callback_that_ends_the_overlap_of_updates_is_named(told: list[str], o
     assert any(f"each update ends before the next batch: {looks}" in message for message in told)
 
 
+class Saves(pl.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        trainer.save_checkpoint(self.folder / "checkpoint")
+
+
+@pytest.mark.cpu
+def test_a_callback_that_saves_is_named_and_not_what_lightning_calls_for_it(told: list[str], tmp_path: Path) -> None:
+    fit(callbacks=[Saves(tmp_path)], max_epochs=2)
+    assert any("Saves.on_train_batch_end looks at parameters" in message for message in told)
+
+
 def any_gradient(module: Any) -> bool:
     return any(parameter.grad is not None for parameter in module.parameters())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import warnings
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import SumMetric
 
 from lightning_harmony.held.places import Places
+from lightning_harmony.held.walk import Other
 from lightning_harmony.microbatches.lane_attributes import KnownChanges, LaneAttributes
 from support import nets
 from support.same_training import Net, assert_same_training
@@ -560,6 +562,16 @@ def test_in_the_end_all_is_as_if_one_microbatch_had_run_after_the_other() -> Non
     assert [int(each) for each in module.all] == [0, 10, 20, 11, 21]
     assert {name: int(each) for name, each in module.by_name.items()} == {"x": 1, "n": 4}
     assert module.total.compute() == 4
+
+
+def test_what_is_changed_beside_the_model_is_named_as_code_names_it() -> None:
+    trainer = SimpleNamespace(should_stop=False)
+    lanes = LaneAttributes(Places(Module(), lambda names: [Other("the trainer", trainer)]), KnownChanges(set()))
+    lanes.begin()
+    lanes.switch(0)
+    trainer.should_stop = True
+    lanes.switch(1)
+    assert set(lanes.late()) == {"trainer.should_stop"}
 
 
 def test_an_attribute_that_a_microbatch_deletes_others_still_have() -> None:

@@ -347,4 +347,4 @@ class LaneAttributes:
 def _named(space: _Space, names: Iterable[Any]) -> list[str]:
     """What has changed in a place, in words."""
     place = space.name
-    return [place if name is None else f"{place}.{name}" if place else str(name) for name in names]
+    return [place if name is None else f"{place.removeprefix('the ')}.{name}" if place else str(name) for name in names]

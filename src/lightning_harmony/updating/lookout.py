@@ -156,11 +156,17 @@ class Lookout(TorchFunctionMode):
         return self._memories
 
     def _caller(self) -> str:
-        """The hook that looks, or what else Lightning has called."""
-        frame, found = sys._getframe(2), None
-        while frame is not None and not self._calls_hooks(name := str(frame.f_globals.get("__name__"))):
-            if name.partition(".")[0] not in _NOT_THE_USERS:
-                found = frame
+        """The hook that looks, or what else Lightning's loops have called."""
+        frame, outermost, found = sys._getframe(2), None, None
+        while frame is not None:
+            name = str(frame.f_globals.get("__name__"))
+            if self._calls_hooks(name):
+                # A hook may call the trainer, as to save a checkpoint, and that calls what looks.
+                found, outermost = outermost or found, None
+                if ".loops." in name:
+                    break
+            elif name.partition(".")[0] not in _NOT_THE_USERS:
+                outermost = frame
             frame = frame.f_back  # type: ignore[assignment]
         if found is None:
             return "code between batches"
