@@ -308,6 +308,20 @@ def test_an_optimizer_that_a_manual_step_calls_computes_under_autocast_as_in_pla
     compare(expected, actual)
 
 
+@pytest.mark.cpu
+def test_weights_come_narrow_in_the_first_step_only_for_microbatches_whose_forward_found_them_so() -> None:
+    """Else each backward of the others had the weights in both types. No gradient is predicted with a foreign parameter."""
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    module = build(nets.Language, sgd)
+    expected = train_plain(copy.deepcopy(module), nets.tokens(), 4, 8, precision="bf16-mixed")
+    strategy = HarmonyStrategy(device_memory="40KiB", num_microbatches=4)
+    actual = train_harmony(module, nets.tokens(), strategy, 8, with_gradients=False, precision="bf16-mixed")
+    compare(expected, actual)
+
+
 def test_gradients_of_bf16_compute_are_accumulated_over_batches_and_clipped() -> None:
     module = build(nets.Language)
     microbatches, batches = (

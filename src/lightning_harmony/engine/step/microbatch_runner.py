@@ -150,8 +150,9 @@ class MicrobatchRunner:
         for progress in (running := self._step.turns.running):
             if not progress.lane.finished:
                 self._run_here(progress)
-                # Behind the last one, nothing would be left to measure.
-                if progress.lane.finished and not all(each.lane.finished for each in running):
+                waiting = [each for each in running if not each.lane.finished]
+                # Behind the last one, nothing would be left to measure. The graphs of those that have one have wide weights.
+                if progress.lane.finished and waiting and all(each.loss is None for each in waiting):
                     self._preparation.narrow()
 
     def _run_here(self, progress: LaneProgress) -> None:
