@@ -421,6 +421,7 @@ class Derives(Model):
         self.look()
 
 
+@pytest.mark.cpu
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("update", ["just-in-time", "deferred"])
 @pytest.mark.devices(1, 2)

@@ -539,6 +539,7 @@ class TestReuse:
 
 
 class TestSearched:
+    @pytest.mark.cpu
     def test_a_plan_that_is_found_is_run_by_and_changes_no_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def train() -> Any:
             strategy = HarmonyStrategy(device_memory=room("160KiB"), num_microbatches=4)
