@@ -85,11 +85,33 @@ def test_a_layer_may_compute_gradients_in_its_forward(kind: type[Block], num_mic
 
 
 RUNS: list[int] = []
+TOTAL = {"runs": torch.zeros(())}
 
 
 class Notes(Detached):
     def forward(self, x: Tensor) -> Tensor:
         RUNS.append(len(RUNS))
+        return super().forward(x * (1 + 0.01 * len(RUNS)))
+
+
+class Notebook(Net):
+    def on_train_start(self) -> None:
+        RUNS.clear()
+
+    def on_train_end(self) -> None:
+        self.losses.append(torch.tensor(RUNS))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_what_a_first_run_changes_is_taken_back_before_the_next(num_microbatches: int) -> None:
+    """It counted twice with one microbatch, and was refused with several."""
+    module, samples = Notebook(Chain(Notes)), torch.randn(40, WIDTH)
+    assert_same_training(module, samples, num_microbatches=num_microbatches, layers=[Notes], updates=["just in time"])
+
+
+class Totals(Detached):
+    def forward(self, x: Tensor) -> Tensor:
+        TOTAL["runs"].add_(1)
         return super().forward(x)
 
 
@@ -98,12 +120,14 @@ class Adds(Detached):
         return super().forward(x.add_(1.0))
 
 
-@pytest.mark.parametrize(("kind", "changed"), [(Notes, "RUNS"), (Adds, "one of its inputs")])
+@pytest.mark.parametrize(("kind", "changed"), [(Totals, "TOTAL"), (Adds, "one of its inputs")])
 def test_what_a_first_run_would_change_twice_is_refused(kind: type[Block], changed: str) -> None:
     net = Chain(kind)
     net.blocks.insert(0, nn.Linear(WIDTH, WIDTH))
-    with pytest.raises(UnsupportedModelError, match=rf"runs twice.* changes .*{changed}"):
-        train_harmony(Net(net), torch.randn(40, WIDTH), HarmonyStrategy(layers=[kind]), 8, with_gradients=False)
+    for num_microbatches in (1, 4):
+        strategy = HarmonyStrategy(layers=[kind], num_microbatches=num_microbatches)
+        with pytest.raises(UnsupportedModelError, match=rf"runs twice.* changes .*{changed}.* in place"):
+            train_harmony(Net(net), torch.randn(40, WIDTH), strategy, 8, with_gradients=False)
 
 
 class Accumulates(Block):

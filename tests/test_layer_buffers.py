@@ -774,3 +774,33 @@ def test_two_calls_in_a_checkpoint_around_them_are_refused_with_the_way_out() ->
         UnsupportedModelError, match=r"'net.blocks.0' is called twice within .* Leave the checkpoint out"
     ):
         train_harmony(Net(AroundLayers("in place", "twice")), samples(), HarmonyStrategy(), 8, with_gradients=False)
+
+
+class Borrowing(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.linear = norm, nn.Linear(nets.WIDTH, nets.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))  # type: ignore[no-any-return]
+
+
+class SharesANorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(nets.WIDTH)
+        self.blocks = nn.ModuleList([Borrowing(norm), Borrowing(norm)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda x: self.blocks[1](self.blocks[0](x)), x * 1.0, use_reentrant=False)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_so_are_two_layers_there_that_share_buffers(num_microbatches: int) -> None:
+    """Statistics differed, and nothing told of it."""
+    strategy = HarmonyStrategy(num_microbatches=num_microbatches, layers=[Borrowing])
+    with pytest.raises(
+        UnsupportedModelError, match=r"'net.blocks.1' shares buffers with 'net.blocks.0', .* checkpoint out"
+    ):
+        train_harmony(Net(SharesANorm()), torch.randn(40, nets.WIDTH), strategy, 8, with_gradients=False)

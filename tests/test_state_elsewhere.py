@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.stash import Alias
+from lightning_harmony.engine.step.runtime import Runtime
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.held.held_state import Held, Kind
 from lightning_harmony.microbatches.state_elsewhere import _Moment
@@ -263,6 +266,115 @@ def test_what_a_layer_counts_elsewhere_counts_once(kind: type[Counts], num_micro
         device_memory="44KiB",
         updates=["just in time"],
     )
+
+
+class Given:
+    """Is given to layers, which count in it, or leave losses or tensors."""
+
+    def __init__(self) -> None:
+        self.count, self.losses, self.mean = 0, [], torch.zeros(())  # type: ignore[var-annotated]
+
+
+class OfAFunction(Given):
+    """Cannot be taken apart: of such no copy is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = lambda: 0
+
+
+class Called(Given):
+    def __call__(self) -> int:
+        return self.count
+
+
+def a_closure() -> Any:
+    count, losses = [0], []
+
+    def function() -> tuple[list[int], list[Any]]:
+        return count, losses
+
+    return function
+
+
+GIVEN: dict[str, Any] = {
+    "a list": lambda: [0, [], torch.zeros(())],
+    "a dict": lambda: {0: 0, 1: [], 2: torch.zeros(())},
+    "an object": Given,
+    "an object with a function": OfAFunction,
+    "an object that is called": Called,
+    "a closure": a_closure,
+}
+
+
+class CountsInGiven(nets.Block):
+    def __init__(self, sets: bool) -> None:
+        super().__init__()
+        self.sets, self.scale = sets, nn.Parameter(torch.ones(nets.WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        if self.sets:
+            with torch.no_grad():
+                self.scale.lerp_(self.norm.weight, 0.1)
+        if isinstance(given, Given):
+            given.count += 1
+            given.losses.append(x.square().mean())
+            given.mean = given.mean + x.detach().mean()
+            count = given.count
+        else:
+            content = given if isinstance(given, list | dict) else given()[0]
+            content[0] += 1
+            count = content[0]
+            (given[1] if isinstance(given, list | dict) else given()[1]).append(x.square().mean())
+        return super().forward(x * (1 + 0.1 * count)) * self.scale
+
+
+class GivesObjects(nn.Module):
+    def __init__(self, kind: str, *, sets: bool, trained: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.trained = kind, trained
+        self.blocks = nn.ModuleList(CountsInGiven(sets) for _ in range(3))
+        self.head = nn.Linear(nets.WIDTH, nets.WIDTH)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, given = batch[0], GIVEN[self.kind]()
+        with torch.set_grad_enabled(self.trained):
+            for block in self.blocks:
+                x = block(x, given)
+        self.counted = partial(self.count, given)
+        count, losses, mean = self.counted()
+        return F.mse_loss(self.head(x), batch[1]) + 0.01 * (sum(losses) + count + mean)
+
+    def count(self, given: Any) -> tuple[int, list[Tensor], Tensor]:
+        if isinstance(given, Given):
+            return given.count, given.losses, given.mean
+        if isinstance(given, list | dict):
+            return given[0], given[1], given[2]
+        (count,), losses = given()
+        return count, losses, torch.zeros(())
+
+
+class CountsOnce(Net):
+    def on_train_batch_end(self, *args: Any) -> None:
+        count, losses, _ = self.net.counted()  # type: ignore[operator]
+        assert (count, len(losses)) == (3, 3)
+
+
+@pytest.mark.parametrize(("kind", "sets", "num_microbatches"), combined(GIVEN, list(product([False, True], [1, 4]))))
+def test_what_a_layer_leaves_in_what_it_is_called_with_counts_once(
+    kind: str, sets: bool, num_microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its code runs once more at once, as it sets a frozen parameter for the first time."""
+    monkeypatch.setattr(Runtime, "keep_graph", lambda *args: False)
+    module = CountsOnce(GivesObjects(kind, sets=sets))
+    assert_same_training(module, samples(40), batch_size=8, num_microbatches=num_microbatches)
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_so_it_does_where_narrow_weights_are_tried_without_a_graph(kind: str) -> None:
+    module = CountsOnce(GivesObjects(kind, sets=False, trained=False))
+    assert_same_training(module, samples(40), batch_size=8, num_microbatches=2, precision="bf16-mixed")
 
 
 def test_of_a_tuple_what_was_copied_is_as_it_was_and_the_rest_is_refused_if_it_has_changed() -> None:

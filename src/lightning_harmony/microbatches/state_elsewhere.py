@@ -10,7 +10,7 @@ the code reads it when it runs again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from operator import is_
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
+from lightning_harmony.engine.layers.runtime import FoundAtCall
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.stash import Stashed, is_small
 from lightning_harmony.engine.model.derived import OutOfReach
@@ -32,6 +33,7 @@ from lightning_harmony.held.cached_functions import CacheThen, cached_in, fillin
 from lightning_harmony.held.held_state import Held, Kind, Marks, joint_marks
 from lightning_harmony.held.places import Places, Together
 from lightning_harmony.held.variables import Chosen
+from lightning_harmony.held.walk_of_values import WalkOf
 from lightning_harmony.microbatches.metric_states import CountedOnce
 from lightning_harmony.microbatches.step_undo import MOST_COPIED
 
@@ -236,6 +238,11 @@ class StateElsewhere:
             return set()
         return {number for number, (marks, then) in self._marks.items() if marks.now() != then}
 
+    def _filled(self) -> set[int]:
+        """Where functions with a cache have been called with something new."""
+        caches = self._fillings.items()
+        return {number for number, all_of in caches if any(filling_of(each) != then for each, then in all_of)}
+
     def _mark(self, number: int, held: Held) -> None:
         self._joint = None
         if held.cached:
@@ -252,8 +259,7 @@ class StateElsewhere:
         """What is in each place: the same list as long as nothing has changed."""
         changed = self._changed_in_place()
         self._in_place.update(together.places[number].name for number in changed)
-        caches = self._fillings.items()
-        changed.update(number for number, all_of in caches if any(filling_of(each) != then for each, then in all_of))
+        changed |= self._filled()
         before, different = together.newest, together.look()
         for number in different:
             kept = num_kept(before[number], together.newest[number])
@@ -288,7 +294,7 @@ class StateElsewhere:
             first = self._num_old.get(number, 0)
         moment.keep(held, copies, first if held.has_tensors else None)
 
-    def _at_call(self, stash: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
+    def _at_call(self, stash: Callable[[Tensor], Stashed], given: Sequence[Any], again: Sequence[Any]) -> FoundAtCall:
         if (dtype := torch.get_default_dtype()) is not self._dtype_outside:
             self.default_dtypes.add(dtype)
         self._metrics.refuse_late()
@@ -300,18 +306,53 @@ class StateElsewhere:
                 held = together.places[number]
                 self._keep(stash, number, held, found[number])
             self._new.clear()
-        return partial(self._as_it_was, self._step, together, found)
+            kept = self._kept_of(stash, again)
+            restore = self._restoring(together, given)
+        return FoundAtCall(restore, partial(self._as_it_was, self._step, together, found, kept))
+
+    def _kept_of(self, stash: Callable[[Tensor], Stashed], values: Iterable[Any]) -> list[tuple[Held, _Moment]]:
+        """What some objects lead to that a layer is called with, and finds in them when it runs again."""
+        kept = [(held, _Moment()) for held in _places_of(values)]
+        for held, moment in kept:
+            moment.keep(held, lambda each: KeptTensor(stash(detached(each)), each) if is_small(each) else None, 0)
+        return kept
+
+    def _restoring(self, together: Together, given: Iterable[Any]) -> Callable[[], str | None]:
+        """What makes all what it is now, while the call is running; the name of what is changed in place, if any is."""
+        found, copies = self._moments, together.newest
+        of_given = [(held, held.newest) for held in _places_of(given)]
+        marks = Marks.joint(held.marks for held, _ in of_given)
+        then = marks.now()
+
+        def restore() -> str | None:
+            with DisableTorchFunctionSubclass():
+                if marks.now() != then:
+                    return "what it is called with"
+                if changed := self._changed_in_place() | self._filled():
+                    return together.places[min(changed)].name
+                numbers = _differing(self._look(together), found)
+                for held, content in (*of_given, *((together.places[number], copies[number]) for number in numbers)):
+                    held.put(content)
+            return None
+
+        return restore
 
     @contextmanager
-    def _as_it_was(self, step: int, together: Together, found: list[_Moment]) -> Iterator[None]:
+    def _as_it_was(
+        self, step: int, together: Together, found: list[_Moment], kept: list[tuple[Held, _Moment]]
+    ) -> Iterator[None]:
         with DisableTorchFunctionSubclass():
             if self._is_begun and self._step == step:
                 numbers, copies = _differing(self._look(together), found), together.newest
             else:
                 # A graph may be kept for longer than its step.
                 numbers, copies = list(range(len(found))), [held.look() for held in together.places]
+            before = [(held, held.look()) for held, _ in kept]
+            before += [(together.places[number], copies[number]) for number in numbers]
             # Of all, before any is as it was: several places may hold one generator.
-            undo = {number: together.places[number].undo_in_place() for number in numbers}
+            undo = [held.undo_in_place() for held, _ in before]
+            for held, moment in kept:
+                moment.put(held)
             for number in numbers:
                 found[number].put(together.places[number])
         try:
@@ -320,10 +361,15 @@ class StateElsewhere:
         finally:
             with DisableTorchFunctionSubclass():
                 # What the recompute changes, the call has changed: it is among these.
-                for number, all_of in undo.items():
+                for (held, content), all_of in zip(before, undo, strict=True):
                     for each in all_of:
                         each()
-                    together.places[number].put(copies[number])
+                    held.put(content)
+
+
+def _places_of(values: Iterable[Any]) -> list[Held]:
+    """The places that some values lead to, but what other threads may change."""
+    return [held for held in WalkOf(values).take_places() if not held.is_of_threads] if values else []
 
 
 def _differing(one: list[_Moment], other: list[_Moment]) -> list[int]:

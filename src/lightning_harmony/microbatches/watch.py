@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_
 from types import FrameType
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
+from lightning_harmony.engine.layers.runtime import FoundAtCall
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.step.step import OnCall
 from lightning_harmony.engine.structures.containers import MISSING, have_same_content
@@ -138,9 +138,10 @@ class Watch:
             on_call: gives what makes the context of code that runs again.
         """
 
-        def called(keep: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
-            context = on_call(keep)
-            return partial(self._silent.checking, context) if 0 <= self._microbatch <= 1 else context
+        def called(keep: Callable[[Tensor], Stashed], given: Sequence[Any], again: Sequence[Any]) -> FoundAtCall:
+            found = on_call(keep, given, again)
+            is_checked = 0 <= self._microbatch <= 1
+            return found._replace(again=partial(self._silent.checking, found.again)) if is_checked else found
 
         return called
 

@@ -67,6 +67,12 @@ class CallArguments:
             or any(tensor.__dict__ for tensor in self.tensors)
         )
 
+    @property
+    def given(self) -> Sequence[Any]:
+        """All of them in which there is more than tensors and numbers."""
+        args, kwargs = self._given
+        return () if self._arguments.are_leaves else [*args, *kwargs.values()]
+
     def brought(self, bring: Callable[[Tensor], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for the layer.
 

@@ -150,8 +150,8 @@ class LayerCall:
         result, left, is_again = self._run_watched(args, kwargs, watch)
         while is_again:
             watch, self._saves, self._begun = None, Saves(), None
-            with recompute.in_place_of_the_last(residency):
-                result, left, is_again = self._run_watched(args, kwargs, None)
+            recompute.take_back(residency)
+            result, left, is_again = self._run_watched(args, kwargs, None)
         self._is_running = False
         if layer.differentiates and not self._keeps:
             self._saves.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from lightning_harmony.engine.lanes.ambient import AmbientState
 from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.call_buffers import CallBuffers
-from lightning_harmony.engine.layers.runtime import Runtime
+from lightning_harmony.engine.layers.runtime import FoundAtCall, Runtime
 from lightning_harmony.engine.layers.saved_tensors import Saves, checkpoint_around
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
-from lightning_harmony.engine.memory.opaque import StashedObject
+from lightning_harmony.engine.memory.opaque import StashedObject, is_opaque
 from lightning_harmony.engine.model.attributes import Attributes
 from lightning_harmony.engine.model.companions import CallChanges
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
@@ -53,11 +54,8 @@ class Recompute:
         self.attributes: Attributes = layer.attributes.read()
         checkpoint, self._is_again = checkpoint_around() if layer.buffers else (None, False)
         changes = bool(layer.changing_buffers) or layer.has_unknown_buffers()
-        self.counts = checkpoint is not None and not self._is_again and changes
-        if self.counts:
-            before, layer.checkpoint = layer.checkpoint, weakref.ref(checkpoint)
-            if before is not None and before() is checkpoint and layer.changing_buffers:
-                raise _called_twice(layer)
+        self._checkpoint = None if checkpoint is None or self._is_again else weakref.ref(checkpoint)
+        self.counts = self._checkpoint is not None and changes
 
     def keep_inputs(self, residency: Residency) -> None:
         """Stash what the layer is called with."""
@@ -80,31 +78,31 @@ class Recompute:
             with_graph: whether a graph is made of it.
             is_certain: whether it will run again: else the state of the process and of generators may not be needed.
         """
+        found = FoundAtCall()
         if is_certain:
-            self._elsewhere = self._runtime.note_call(self._runtime.stash)
+            again = [leaf for leaf in self._objects if not isinstance(leaf, StashedObject | NoneType)]
+            given = self._arguments.given if with_graph else ()
+            found = self._runtime.note_call(self._runtime.stash, given, again)
             self._random, self._ambient = RandomState.capture(residency.cuda_index), AmbientState.capture()
+        self._restore, self._elsewhere = found
         self._unchanged = _Unchanged(self._arguments.tensors)
         last_filled = self._runtime.last_filled() if self._layer.buffers else {}
         self._buffers = CallBuffers(self._layer, residency, last_filled, copies=with_graph, drops=self._is_again)
 
-    @contextmanager
-    def in_place_of_the_last(self, residency: Residency) -> Iterator[None]:
-        """The context in which the layer's code runs once more, as if the run that has begun had not been.
+    def take_back(self, residency: Residency) -> None:
+        """Make all that the layer's code finds what it was before it ran: it runs once more, as if it had not.
 
         Raises:
             UnsupportedModelError: if it changes what is not taken back.
         """
-        if self._unchanged.have_changed():
-            raise _runs_twice(self._layer, "one of its inputs")
+        name = "one of its inputs" if self._unchanged.have_changed() else self._restore()
+        if name is not None:
+            raise _runs_twice(self._layer, name)
         self.attributes.restore()
         self._random.restore(residency.cuda_index)
         self._buffers.restore(residency)
         last_filled = self._runtime.last_filled()
         self._buffers = CallBuffers(self._layer, residency, last_filled, copies=True, drops=self._is_again)
-        elsewhere = self._runtime.changes_elsewhere()
-        yield
-        if (name := elsewhere()) is not None:
-            raise _runs_twice(self._layer, name)
 
     @property
     def buffers(self) -> Mapping[BufferKey, Tensor]:
@@ -112,14 +110,33 @@ class Recompute:
         return self._buffers.bound
 
     def take_over(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> bool:
-        """Let the pack have the buffers that the layer has changed; whether it has changed any, or an input."""
+        """Let the pack have the buffers that the layer has changed; whether it has changed any, or maybe an input."""
         changed = self._buffers.take_over(residency, left) if left else {}
+        self._refuse_buffers_of_earlier_calls()
         if changed:
             self._runtime.show_changed_buffers(self._layer, changed, False)
         has_changed = bool(changed) or self._unchanged.have_changed()
-        # It has the caller's tensors.
-        del self._unchanged
+        # Of an object it takes a copy to tell.
+        has_changed |= any(is_opaque(leaf) or callable(leaf) for leaf in self._arguments.leaves)
+        # They have the caller's tensors.
+        del self._restore, self._unchanged
         return has_changed
+
+    def _refuse_buffers_of_earlier_calls(self) -> None:
+        """Refuse to change within a checkpoint what another call there finds: the backward runs them in the other order.
+
+        Raises:
+            UnsupportedModelError: naming the layers.
+        """
+        layer, checkpoint = self._layer, self._checkpoint and self._checkpoint()
+        if checkpoint is None:
+            return
+        called = _called_in.setdefault(checkpoint, {})
+        for other in called:
+            both = set(layer.buffers).intersection(other.buffers)
+            if not both.isdisjoint(layer.changing_buffers | other.changing_buffers):
+                raise _called_twice(layer, other)
+        called[layer] = None
 
     def note_inputs(self) -> None:
         """See whether the layer has changed inputs in place, which it must find as they were when it runs again.
@@ -192,17 +209,22 @@ class Recompute:
         self._inputs, self._objects = [], []
 
 
-def _called_twice(layer: SwappedLayer) -> UnsupportedModelError:
+def _called_twice(layer: SwappedLayer, other: SwappedLayer) -> UnsupportedModelError:
+    twice = "is called twice" if layer is other else f"shares buffers with {other.name!r}, and both are called"
     return UnsupportedModelError(
-        f"layer {layer.name!r} is called twice within a torch.utils.checkpoint, and changes its buffers: the backward would "
-        "do that once more, in the other order. Leave the checkpoint out, for layers are recomputed without it"
+        f"layer {layer.name!r} {twice} within a torch.utils.checkpoint that changes its buffers: the backward would do that "
+        "once more, in the other order. Leave the checkpoint out, for layers are recomputed without it"
     )
+
+
+# The layers that were called within a checkpoint, in its first run, and have buffers.
+_called_in = weakref.WeakKeyDictionary[Any, dict[SwappedLayer, None]]()
 
 
 def _runs_twice(layer: SwappedLayer, changed: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"layer {layer.name!r} runs twice, as it sets a frozen parameter or computes a gradient in its forward for the first "
-        f"time, and changes {changed} in both runs: return that, or do it in the training_step"
+        f"time, and changes {changed} in place: return that, or do it in the training_step"
     )
 
 

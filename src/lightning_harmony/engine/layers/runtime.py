@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -19,6 +19,18 @@ from lightning_harmony.engine.model.pack import HasGraph, Residency
 
 if TYPE_CHECKING:
     from lightning_harmony.engine.layers.recordings import Recordings
+
+
+class FoundAtCall(NamedTuple):
+    """What a layer's code finds when it is called, on other objects than its modules.
+
+    Attributes:
+        restore: makes all of it so while the call is running; the name of what cannot be, None if all can.
+        again: the context in which the code runs again, and finds it so. What that changes is taken back.
+    """
+
+    restore: Callable[[], str | None] = lambda: None
+    again: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Runtime(OfGlue, Protocol):
@@ -90,13 +102,15 @@ class Runtime(OfGlue, Protocol):
         """The context of a layer's own code when it runs again; with the names of what it logs."""
         return nullcontext(())
 
-    def note_call(self, stash: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
-        """A layer's own code is about to run; what gives one more context in which it runs again.
+    def note_call(self, stash: Callable[[Tensor], Stashed], given: Sequence[Any], again: Sequence[Any]) -> FoundAtCall:
+        """A layer's own code is about to run, which will run again.
 
         Args:
             stash: keeps a tensor for that.
+            given: what it is called with, and may change.
+            again: the same objects of that, of which there are no copies, are given to it when it runs again.
         """
-        return nullcontext
+        return FoundAtCall()
 
     def changes_elsewhere(self) -> Callable[[], str | None]:
         """What tells, behind a layer's code, the name of something that is not the layer's and has changed meanwhile."""

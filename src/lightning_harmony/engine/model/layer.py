@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -162,7 +161,6 @@ class SwappedLayer:
         reaches_elsewhere: whether its code has used tensors of other devices than its own.
         unversioned_buffers: those that its code changes through `.data`, of which no version tells.
         changing_buffers: those that its code has changed so far.
-        checkpoint: that of the caller's within which it was last called with such buffers.
         gathered: parameters of recurrent modules, which cuDNN copies to one memory and leaves there.
         composed: the parameters whose values are in tensors of their own.
         derived: the weights that its hooks compute from parameters.
@@ -196,7 +194,6 @@ class SwappedLayer:
         self.attributes = AttributesOfLayer(list(module.modules()) if module is not None else [], self.buffers)
         self.buffer_writes: Counter[BufferKey] = Counter()
         self.unversioned_buffers: set[BufferKey] = set()
-        self.checkpoint: weakref.ref[Any] | None = None
         self.changing_buffers: set[BufferKey] = set()
         self.num_compared_calls = 0
         self.changes_inputs: bool | None = None
