@@ -37,12 +37,15 @@ pytestmark = QUIET_MARKS
 
 @pytest.fixture(autouse=True)
 def same_handlers() -> Iterator[None]:
+    # What a shell runs in the background ignores Ctrl-C.
+    at_start = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = {number: signal.getsignal(number) for number in signal.Signals}
     yield
     left = {number: signal.getsignal(number) for number in signal.Signals}
     for number, handler in before.items():
         if handler != left[number]:
             signal.signal(number, handler)
+    signal.signal(signal.SIGINT, at_start)
     assert left == before
 
 
