@@ -216,6 +216,40 @@ class InAHookWithinIt(Counts):
         return self.so_far()
 
 
+class InADictThatItMakes(Counts):
+    """In its first call, for all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = SimpleNamespace()
+
+    def count(self) -> int:
+        counts = vars(self.kept).setdefault("counts", {}).setdefault("calls", [0])
+        counts[0] += 1
+        return int(counts[0])
+
+    def counted(self) -> Any:
+        return list(self.kept.counts["calls"])
+
+
+class InAnObjectThatItMakes(Counts):
+    """In its first call, and then in an entry of a list."""
+
+    kept: Slotted | None = None
+
+    def count(self) -> int:
+        if self.kept is None:
+            self.kept, self.all = Slotted(), [Slotted()]
+        self.kept.calls += 1
+        self.all[-1].calls += self.kept.calls
+        if self.kept.calls % 3 == 0:
+            self.all.append(Slotted())
+        return self.all[-1].calls
+
+    def counted(self) -> Any:
+        return [each.calls for each in self.all]
+
+
 class Model(nn.Module):
     def __init__(self, kind: type[Counts]) -> None:
         super().__init__()
@@ -252,6 +286,8 @@ KINDS = [
     InAClosure,
     InAFunction,
     InAHookWithinIt,
+    InADictThatItMakes,
+    InAnObjectThatItMakes,
 ]
 
 

@@ -208,6 +208,11 @@ class Held:
         """What was in it when it was looked at last, with names or numbers."""
         return entries_of(self.newest)
 
+    def come(self, before: Any) -> list[Any]:
+        """The objects that are in it, and were not as in a copy."""
+        old = {id(value) for _, value in entries_of(before)}
+        return [value for name, value in self.items() if id(value) not in old and not self._leaves_alone(name)]
+
     def _copy(self) -> None:
         content, before = self.content, self.newest
         self.newest = content.copied() if isinstance(content, Variables) else copied_content(content)

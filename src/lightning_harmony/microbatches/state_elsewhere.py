@@ -4,7 +4,7 @@ Objects, variables of closures, attributes of functions, classes and modules tha
 own code may change them, as one that counts its calls, or the code between layers, as one that sets a scale for each. They are
 looked at before each call, all in one go, since most never change, and kept for its recompute: of what has changed, copies of
 the tensors, large ones in the stash. A large one that is changed in place for the first time after a call is refused, if
-the code reads it when it runs again.
+the code reads it when it runs again. What a call makes, and leaves there, is looked at from the next one on.
 """
 
 from __future__ import annotations
@@ -135,6 +135,9 @@ class StateElsewhere:
         # All places, of which these are some.
         self._all: Sequence[Held] = ()
         self._together: Together | None = None
+        # Those of them that have come in this step, and the objects that were looked into, by their identities.
+        self._late: list[Held] = []
+        self._known: dict[int, Any] = {}
         self._is_begun, self._step = False, 0
         # Of each place. What may be changed in place, with marks.
         self._moments: list[_Moment] = []
@@ -168,11 +171,15 @@ class StateElsewhere:
     def finish(self) -> None:
         """The step is over."""
         if self._is_begun and self._together is not None:
+            for held in self._late:
+                held.look()
+                held.give_back()
             self._together.let_go()
             self._is_first = False
             self._metrics.is_known = True
         self._is_begun, self._moments, self._fillings, self._num_old = False, [], {}, {}
         self._marks, self._joint = {}, None
+        self._late, self._known = [], {}
 
     def changes(self) -> Callable[[], str | None]:
         """Code runs now.
@@ -180,13 +187,12 @@ class StateElsewhere:
         Returns:
             What tells, when it has run, the name of a place that it has changed; None if it has changed none.
         """
-        together = self._looked_at()
         with DisableTorchFunctionSubclass():
-            found = self._look(together)
+            found, together = self._look(), self._looked_at()
 
         def changed() -> str | None:
             with DisableTorchFunctionSubclass():
-                numbers = _differing(self._look(together), found)
+                numbers = _differing(self._look(), found)
             return together.places[numbers[0]].name if numbers else None
 
         return changed
@@ -255,8 +261,13 @@ class StateElsewhere:
         else:
             self._marks.pop(number, None)
 
-    def _look(self, together: Together) -> list[_Moment]:
-        """What is in each place: the same list as long as nothing has changed."""
+    def _look(self, objects: Sequence[Any] = ()) -> list[_Moment]:
+        """What is in each place: the same list as long as nothing has changed. Places come behind the others.
+
+        Args:
+            objects: may lead to places, too.
+        """
+        together = self._looked_at()
         changed = self._changed_in_place()
         self._in_place.update(together.places[number].name for number in changed)
         changed |= self._filled()
@@ -272,7 +283,26 @@ class StateElsewhere:
             for number in changed:
                 self._moments[number] = _Moment()
                 self._mark(number, together.places[number])
+            objects = [*objects, *(each for n in different for each in together.places[n].come(before[n]))]
+        self._look_into(together, objects)
         return self._moments
+
+    def _look_into(self, together: Together, objects: Sequence[Any]) -> None:
+        """Look at the places, too, to which some objects lead that were not there when the step began."""
+        if not self._known:
+            self._known = {id(held.owner): held.owner for held in self._all}
+        objects = [each for each in objects if id(each) not in self._known and not issubclass(type(each), Tensor)]
+        self._known.update((id(each), each) for each in objects)
+        keys = self._with_weights().union(held.key for held in together.places) if objects else ()
+        late = [held for held in _places_of(objects) if held.key not in keys and self._is_elsewhere(held)]
+        if late:
+            self._late += late
+            self._together = Together([*together.places, *late])
+            self._moments = [*self._moments, *(_Moment() for _ in late)]
+        for number, held in enumerate(late, len(together.places)):
+            self._changed.add(number)
+            self._new.add(number)
+            self._mark(number, held)
 
     def _keep(self, stash: Callable[[Tensor], Stashed], number: int, held: Held, moment: _Moment) -> None:
         """Keep what is in a place for the backward: copies of the tensors that may be changed before."""
@@ -294,14 +324,19 @@ class StateElsewhere:
             first = self._num_old.get(number, 0)
         moment.keep(held, copies, first if held.has_tensors else None)
 
-    def _at_call(self, stash: Callable[[Tensor], Stashed], given: Sequence[Any], again: Sequence[Any]) -> FoundAtCall:
+    def _at_call(
+        self,
+        stash: Callable[[Tensor], Stashed],
+        given: Sequence[Any],
+        again: Sequence[Any],
+        held_by_layer: Sequence[Any],
+    ) -> FoundAtCall:
         if (dtype := torch.get_default_dtype()) is not self._dtype_outside:
             self.default_dtypes.add(dtype)
         self._metrics.refuse_late()
-        together = self._looked_at()
         # Who watches what code reads is not to see this.
         with DisableTorchFunctionSubclass():
-            found = self._look(together)
+            found, together = self._look(held_by_layer), self._looked_at()
             for number in self._new:
                 held = together.places[number]
                 self._keep(stash, number, held, found[number])
@@ -330,7 +365,7 @@ class StateElsewhere:
                     return "what it is called with"
                 if changed := self._changed_in_place() | self._filled():
                     return together.places[min(changed)].name
-                numbers = _differing(self._look(together), found)
+                numbers = _differing(self._look(), found)
                 for held, content in (*of_given, *((together.places[number], copies[number]) for number in numbers)):
                     held.put(content)
             return None
@@ -343,7 +378,7 @@ class StateElsewhere:
     ) -> Iterator[None]:
         with DisableTorchFunctionSubclass():
             if self._is_begun and self._step == step:
-                numbers, copies = _differing(self._look(together), found), together.newest
+                numbers, copies = _differing(self._look(), found), self._looked_at().newest
             else:
                 # A graph may be kept for longer than its step.
                 numbers, copies = list(range(len(found))), [held.look() for held in together.places]
@@ -373,9 +408,10 @@ def _places_of(values: Iterable[Any]) -> list[Held]:
 
 
 def _differing(one: list[_Moment], other: list[_Moment]) -> list[int]:
+    """The numbers of the places that have changed. Those that have come meanwhile, no earlier call has found."""
     if one is other:
         return []
-    return [number for number, (now, then) in enumerate(zip(one, other, strict=True)) if now is not then]
+    return [number for number, (now, then) in enumerate(zip(one, other, strict=False)) if now is not then]
 
 
 def _unless_changed(place: str, changed: set[int], tensor: Tensor) -> Any:

@@ -138,8 +138,10 @@ class Watch:
             on_call: gives what makes the context of code that runs again.
         """
 
-        def called(keep: Callable[[Tensor], Stashed], given: Sequence[Any], again: Sequence[Any]) -> FoundAtCall:
-            found = on_call(keep, given, again)
+        def called(
+            keep: Callable[[Tensor], Stashed], given: Sequence[Any], again: Sequence[Any], held: Sequence[Any]
+        ) -> FoundAtCall:
+            found = on_call(keep, given, again, held)
             is_checked = 0 <= self._microbatch <= 1
             return found._replace(again=partial(self._silent.checking, found.again)) if is_checked else found
 

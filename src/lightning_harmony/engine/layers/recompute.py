@@ -82,7 +82,7 @@ class Recompute:
         if is_certain:
             again = [leaf for leaf in self._objects if not isinstance(leaf, StashedObject | NoneType)]
             given = self._arguments.given if with_graph else ()
-            found = self._runtime.note_call(self._runtime.stash, given, again)
+            found = self._runtime.note_call(self._runtime.stash, given, again, self.attributes.objects)
             self._random, self._ambient = RandomState.capture(residency.cuda_index), AmbientState.capture()
         self._restore, self._elsewhere = found
         self._unchanged = _Unchanged(self._arguments.tensors)

@@ -102,13 +102,16 @@ class Runtime(OfGlue, Protocol):
         """The context of a layer's own code when it runs again; with the names of what it logs."""
         return nullcontext(())
 
-    def note_call(self, stash: Callable[[Tensor], Stashed], given: Sequence[Any], again: Sequence[Any]) -> FoundAtCall:
+    def note_call(
+        self, stash: Callable[[Tensor], Stashed], given: Sequence[Any], again: Sequence[Any], held: Sequence[Any]
+    ) -> FoundAtCall:
         """A layer's own code is about to run, which will run again.
 
         Args:
             stash: keeps a tensor for that.
             given: what it is called with, and may change.
             again: the same objects of that, of which there are no copies, are given to it when it runs again.
+            held: the objects that are among its attributes.
         """
         return FoundAtCall()
 

@@ -51,6 +51,9 @@ class Attributes:
     Args:
         modules: those of a layer.
         swapped: of each, the names of the buffers that are swapped. What code registers, or first fills, later is not.
+
+    Attributes:
+        objects: the other objects among them.
     """
 
     def __init__(self, modules: Sequence[nn.Module], swapped: Sequence[Collection[str]]) -> None:
@@ -59,6 +62,7 @@ class Attributes:
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: dict[int, _Kept] = {}
         self._restores: list[Callable[[], None]] = []
+        self.objects: list[Any] = []
         seen: set[int] = set()
         for module in modules:
             attributes = vars(module)
@@ -162,6 +166,8 @@ class Attributes:
             restore = restore_of(value)
             if restore is not None:
                 self._restores.append(restore)
+            elif kind not in _PLAIN:
+                self.objects.append(value)
 
 
 class AttributesOfLayer:

@@ -98,9 +98,11 @@ class Runtime:
             with self.calling():
                 progress.lane.park(request)
 
-    def note_call(self, stash: Callable[[Tensor], Stashed], given: Sequence[Any], again: Sequence[Any]) -> FoundAtCall:
+    def note_call(
+        self, stash: Callable[[Tensor], Stashed], given: Sequence[Any], again: Sequence[Any], held: Sequence[Any]
+    ) -> FoundAtCall:
         """A layer's own code is about to run, which will run again, with the same objects of some of what it is given."""
-        return self._step.listeners.on_call(stash, given, again)
+        return self._step.listeners.on_call(stash, given, again, held)
 
     def changes_elsewhere(self) -> Callable[[], str | None]:
         """What tells, behind a layer's code, the name of something that is not the layer's and has changed meanwhile."""

@@ -40,7 +40,7 @@ class StepWatch(Protocol):
 # Asked before code runs, it gives what tells afterwards the name of something elsewhere that has changed; None if nothing has.
 Elsewhere = Callable[[], Callable[[], str | None]]
 # Given what keeps a tensor for the backward, what a layer is called with, and what of that it gets when it runs again.
-OnCall = Callable[[Callable[[Tensor], Stashed], Sequence[Any], Sequence[Any]], FoundAtCall]
+OnCall = Callable[[Callable[[Tensor], Stashed], Sequence[Any], Sequence[Any], Sequence[Any]], FoundAtCall]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Listeners:
     on_set: Callable[[dict[str, Any], set[str]], None] = lambda attributes, names: None
     watch: StepWatch | None = None
     on_compiled: Callable[[Sequence[Tensor]], None] = lambda given: None
-    on_call: OnCall = lambda keep, given, again: FoundAtCall()
+    on_call: OnCall = lambda keep, given, again, held: FoundAtCall()
     elsewhere: Elsewhere = lambda: lambda: None
 
 
