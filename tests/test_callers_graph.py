@@ -396,6 +396,43 @@ def test_a_layer_may_change_in_place_what_plain_training_lets_it_change(block: t
     assert_same_training(Net(Stack(block)), samples(), device_memory=memory, layers=[block, nn.Linear])
 
 
+class ChangesTheOther(Relu):
+    """Changes one of its inputs, and computes with another one that has the same memory, or a part of it."""
+
+    def forward(self, part: Tensor, whole: Tensor) -> Tensor:
+        part.mul_(1.5)
+        return super().forward(whole * 1.0)
+
+
+class GivesViews(Stack):
+    def __init__(self, part: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(ChangesTheOther)
+        self.part = part
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            whole = x * 1.5
+            x = block(self.part(whole), whole) + x
+        return x
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x[:, 1:],
+    "every other column": lambda x: x[..., ::2],
+    "another type": lambda x: x.detach().view(torch.int32)[:, :1].view(torch.float32),
+    "all, without a graph": Tensor.detach,
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("part", PARTS)
+def test_inputs_that_share_memory_share_it_when_the_layer_runs_again(part: str) -> None:
+    """Each was a copy of its own: gradients were those of the input as it had been before the layer changed it."""
+    assert_same_training(
+        Net(GivesViews(PARTS[part])), samples(), device_memory="100KiB", layers=[ChangesTheOther], devices=1
+    )
+
+
 class ReadsWhatLayersChanged(Stack):
     """Uses what it has called a layer with once more, as that has left it."""
 

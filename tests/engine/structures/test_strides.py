@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_harmony.engine.structures.strides import assign, copied, is_expanded
+from lightning_harmony.engine.structures.strides import assign, cloned_together, copied, is_expanded, places_in_memory
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,20 @@ def test_a_copy_has_the_strides_of_its_source_and_memory_of_its_own(tensor: Tens
     assert torch.equal(copy, tensor)
     assert copy.stride() == tensor.stride()
     assert tensor.numel() == 0 or copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+
+def test_clones_share_memory_where_what_they_are_of_did() -> None:
+    whole, alone, sparse = torch.randn(4, 6), torch.randn(4, 6)[:, ::2], torch.eye(3).to_sparse()
+    tensors = [whole[1:, ::2], whole.double(), whole.t(), alone, sparse]
+    apart = [copied(each).requires_grad_(each is tensors[0]) for each in tensors]
+    clones = cloned_together(apart, places_in_memory(tensors))
+    assert [each.requires_grad for each in clones] == [True, False, False, False, False]
+    assert [each.stride() for each in clones[:4]] == [each.stride() for each in tensors[:4]]
+    assert all(map(torch.equal, clones[:4], tensors))
+    clones[0].mul_(2)
+    assert torch.equal(clones[2].t()[1:, ::2], clones[0])
+    assert torch.equal(clones[1], whole.double())
+    assert torch.equal(apart[0], tensors[0])
 
 
 def test_a_sparse_tensor_is_copied_as_it_is() -> None:

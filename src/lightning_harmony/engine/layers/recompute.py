@@ -24,7 +24,7 @@ from lightning_harmony.engine.model.companions import CallChanges
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import is_counted, version_counter, version_of
-from lightning_harmony.engine.structures.parts import cloned
+from lightning_harmony.engine.structures.strides import cloned_together, places_in_memory
 from lightning_harmony.errors import UnsupportedModelError
 
 
@@ -49,6 +49,7 @@ class Recompute:
         self._layer, self._runtime, self._arguments = layer, runtime, arguments
         self._inputs: list[KeptTensor] = []
         self._objects: list[Any] = []
+        self._places: list[tuple[int, int]] = []
         self.has_inputs = False
         self.changes = CallChanges()
         self.attributes: Attributes = layer.attributes.read()
@@ -67,6 +68,7 @@ class Recompute:
         if layer.changes_inputs is not False:
             for each in self._inputs:
                 each.stashed.settle()
+            self._places = places_in_memory(arguments.tensors)
         self._objects = [StashedObject.of(leaf, runtime.stash) for leaf in arguments.leaves]
         self.has_inputs = True
 
@@ -188,7 +190,7 @@ class Recompute:
             inputs = [each.load() for each in self._inputs]
             if self._layer.changes_inputs:
                 # Leaves may not be changed in place, nor what is in the stash.
-                inputs = list(map(cloned, inputs))
+                inputs = cloned_together(inputs, self._places)
             leaves = [leaf.load() if isinstance(leaf, StashedObject) else leaf for leaf in self._objects]
         args, kwargs = self._arguments.again(inputs, leaves)
         del inputs, leaves

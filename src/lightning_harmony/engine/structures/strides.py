@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of
+from lightning_harmony.engine.structures.operations import detached
+from lightning_harmony.engine.structures.parts import cloned, is_composed, made_of, parts_of
 
 
 def has_strides(tensor: Tensor) -> bool:
@@ -67,6 +71,44 @@ def copied(tensor: Tensor) -> Tensor:
     if not has_strides(tensor) or tensor.is_contiguous():
         return Tensor.clone(tensor)
     return restore(Tensor.clone(compact(tensor)), tensor.size(), tensor.stride())
+
+
+def places_in_memory(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Where tensors are: the identity of the memory, and bytes behind its begin; (0, 0) of one that has no strides."""
+    return [
+        (tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.element_size())
+        if has_strides(tensor) and not is_composed(tensor)
+        else (0, 0)
+        for tensor in tensors
+    ]
+
+
+def cloned_together(tensors: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Clones of tensors, with their strides: those share memory that had places in one, as views of one tensor.
+
+    Args:
+        tensors: what is cloned.
+        places: as `places_in_memory` told of what they are copies of.
+    """
+    clones, in_one = list(map(cloned, tensors)), defaultdict(list)
+    for number, (memory, _) in enumerate(places):
+        if memory:
+            in_one[memory].append(number)
+    for numbers in in_one.values():
+        if len(numbers) > 1 or clones[numbers[0]].stride() != tensors[numbers[0]].stride():
+            begin = min(places[number][1] for number in numbers) // 16 * 16
+            # It grows with what is put there.
+            shared = torch.empty(0, dtype=torch.uint8, device=clones[numbers[0]].device).untyped_storage()
+            for number in numbers:
+                tensor, offset = (
+                    detached(tensors[number]),
+                    (places[number][1] - begin) // tensors[number].element_size(),
+                )
+                place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                place.set_(shared, offset, tensor.size(), tensor.stride())
+                assign(place, tensor)
+                clones[number].data = place
+    return clones
 
 
 def _same_places(compact: Tensor, stride: tuple[int, ...]) -> bool:
