@@ -144,6 +144,26 @@ class AQueue(Carries):
         return x
 
 
+class Remembers(nets.Block):
+    def forward(self, x: Tensor, past: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + past
+
+
+class WhatALayerIsGiven(Carries):
+    """From a list that another object has, too. The layer reads it when others may have had their turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Remembers()
+        self.memories = self.helper.state = []
+
+    def run(self, x: Tensor) -> Tensor:
+        past = self.helper.state
+        x = self.blocks[1](self.blocks[0](x), past[-1] if past else torch.zeros_like(self.tensor))
+        past.append(mean_of(x))
+        return self.blocks[2](x)
+
+
 class AnObject(Carries):
     def run(self, x: Tensor) -> Tensor:
         x = self.blocks(x * (1 + self.helper.number))
@@ -223,7 +243,7 @@ class WhatALayerReads(Carries):
 
 CARRIED = [
     ANumber, ACount, AFlag, ATensor, ATensorInPlace, ABuffer, ABufferInPlace, AListForEachLayer, AnEntryOfADict,
-    ANumberInADict, AQueue, AnObject, AnObjectOfAClassThatCannotBeChanged, AnotherObject, WhatALayerReads,
+    ANumberInADict, AQueue, WhatALayerIsGiven, AnObject, AnObjectOfAClassThatCannotBeChanged, AnotherObject, WhatALayerReads,
 ]  # fmt: skip
 
 

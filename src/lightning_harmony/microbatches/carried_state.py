@@ -148,8 +148,8 @@ class CarriedState:
             found.look(self._segment)
         self._segment += 1
 
-    def note_compiled(self, given: Sequence[Tensor]) -> None:
-        """It calls a compiled layer with tensors, which count as computed with: it is not to be compiled for another class."""
+    def note_given(self, given: Sequence[Tensor]) -> None:
+        """It calls a layer with tensors, which count as computed with: its code reads them behind the turns of others."""
         self._readers.note(given)
 
     def end(self) -> None:

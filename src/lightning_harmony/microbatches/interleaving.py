@@ -227,10 +227,10 @@ class Interleaving:
             elif not engine.step.runs_whole:
                 self._ends.switch(microbatch)
 
-        def note_compiled(given: Sequence[Tensor]) -> None:
+        def note_given(given: Sequence[Tensor]) -> None:
             who = watch if turns is None or engine.step.is_sequential else turns.reads
             if who is not None:
-                who.note_compiled(given)
+                who.note_given(given)
 
         def set_by_layer(attributes: dict[str, Any], names: set[str]) -> None:
             self._attributes.set_by_layer(attributes, names)
@@ -239,7 +239,7 @@ class Interleaving:
 
         on_call = self._elsewhere.begin()
         on_call = on_call if watch is None else watch.checking(on_call)
-        engine.notify(Listeners(switch, set_by_layer, watch, note_compiled, on_call, self._elsewhere.changes))
+        engine.notify(Listeners(switch, set_by_layer, watch, note_given, on_call, self._elsewhere.changes))
         with ExitStack() as stack:
             stack.enter_context(logs)
             if watch is not None:

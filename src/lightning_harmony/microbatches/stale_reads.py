@@ -169,8 +169,8 @@ class StaleReads:
         if place.state().is_same(place.entered):
             found[microbatch] = place.entered
 
-    def note_compiled(self, given: Sequence[Tensor]) -> None:
-        """A compiled layer is called with tensors, which count as computed with: it is compiled for no other class."""
+    def note_given(self, given: Sequence[Tensor]) -> None:
+        """A layer is called with tensors, which count as computed with: its code reads them behind the turns of others."""
         self._readers.note(given)
 
     def early(self) -> str | None:

@@ -147,9 +147,9 @@ class Watch:
 
         return called
 
-    def note_compiled(self, given: Sequence[Tensor]) -> None:
-        """It calls a compiled layer with tensors."""
-        self._carried.note_compiled(given)
+    def note_given(self, given: Sequence[Tensor]) -> None:
+        """It calls a layer with tensors."""
+        self._carried.note_given(given)
 
     def set_by_layer(self, attributes: dict[str, Any], names: set[str]) -> None:
         """The own code of a layer has set these of a module's attributes."""

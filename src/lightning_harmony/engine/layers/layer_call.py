@@ -99,6 +99,7 @@ class LayerCall:
         runtime, layer = self.runtime, self.layer
         refuse_hooks_of_others(f"layer {layer.name!r}")
         self._arguments = arguments = CallArguments(args, kwargs, layer.compute_dtype)
+        runtime.note_given(arguments.tensors)
         with runtime.calling(), runtime.visit(layer, Phase.FORWARD) as residency:
             self.residency = residency
             try:
@@ -232,7 +233,7 @@ class LayerCall:
         with reaching, OwnCodeOf(self.layer):
             if not self._is_compiled:
                 return self._original(*args, **kwargs)
-            with self.runtime.surroundings.compiling(tensors_of(*args, *kwargs.values())):
+            with self.runtime.surroundings.compiling():
                 return self.residency.device.run_compiled(self._original, args, kwargs)
 
     def _owned(self, result: Any) -> Any:

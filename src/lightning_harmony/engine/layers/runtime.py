@@ -53,6 +53,10 @@ class Runtime(OfGlue, Protocol):
         """A tensor for a layer: one on its device, or one that needs a gradient where it is, with a copy for the layer."""
         return tensor
 
+    def note_given(self, tensors: Sequence[Tensor]) -> None:
+        """A layer is called with tensors, and has not begun to wait for its turn."""
+        return
+
     def note_made(self, result: Any) -> None:
         """A layer's code has returned something."""
         return

@@ -55,10 +55,6 @@ class Surroundings:
         """The context in which a backward runs through a layer, from node to node."""
         return nullcontext()
 
-    def compiling(self, given: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """The context of a compiled layer, whatever becomes of compiled code around it.
-
-        Args:
-            given: what the layer is called with.
-        """
+    def compiling(self) -> AbstractContextManager[None]:
+        """The context of a compiled layer, whatever becomes of compiled code around it."""
         return nullcontext()

@@ -110,9 +110,8 @@ class DeviceSurroundings(Surroundings):
         within.refuse_changed()
 
     @override
-    def compiling(self, given: Sequence[Tensor]) -> AbstractContextManager[None]:
+    def compiling(self) -> AbstractContextManager[None]:
         """The context of a compiled layer, whatever becomes of compiled code around it."""
-        self._step.listeners.on_compiled(given)
         return torch.compiler.set_stance("default") if len(self._devices) > 1 else nullcontext()
 
 

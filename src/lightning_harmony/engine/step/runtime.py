@@ -82,8 +82,7 @@ class Runtime:
             if self._step.granted is not None:
                 raise UnsupportedModelError(
                     f"layer {layer.name!r} is called in the thread {threading.current_thread().name!r} while a step runs in "
-                    "another one, as with a ThreadPoolExecutor: call layers in the thread that runs the training_step, and "
-                    "leave to other threads what calls none"
+                    "another one, as with a ThreadPoolExecutor: call layers in the thread that runs the training_step"
                 )
             return self._lone_calls.visit(self._placement.pack_of[layer.index], phase)
         return self._preparation.visit(progress, layer, phase)
@@ -98,11 +97,9 @@ class Runtime:
             with self.calling():
                 progress.lane.park(request)
 
-    def note_call(
-        self, stash: Callable[[Tensor], Stashed], given: Sequence[Any], again: Sequence[Any], held: Sequence[Any]
-    ) -> FoundAtCall:
+    def note_call(self, stash: Callable[[Tensor], Stashed], *objects: Sequence[Any]) -> FoundAtCall:
         """A layer's own code is about to run, which will run again, with the same objects of some of what it is given."""
-        return self._step.listeners.on_call(stash, given, again, held)
+        return self._step.listeners.on_call(stash, *objects)
 
     def changes_elsewhere(self) -> Callable[[], str | None]:
         """What tells, behind a layer's code, the name of something that is not the layer's and has changed meanwhile."""
@@ -132,6 +129,10 @@ class Runtime:
             return transfers.moved(tensor, number)
         transfers.copy(tensor, number)
         return tensor
+
+    def note_given(self, tensors: Sequence[Tensor]) -> None:
+        """A layer is called with tensors: another microbatch may run before its code reads them."""
+        self._step.listeners.on_given(tensors)
 
     def note_made(self, result: Any) -> None:
         """A layer's code has returned something: what is sent to another device waits for that alone."""

@@ -51,7 +51,7 @@ class Listeners:
         on_switch: told which microbatch has its turn.
         on_set: told what attributes the own code of a layer has set: those of a module, and the names of the new ones.
         watch: told of microbatches that run one after the other, if there are several.
-        on_compiled: told the tensors with which a compiled layer is called.
+        on_given: told the tensors with which a layer is called, before it waits for its turn.
         on_call: called before a layer's own code runs that will run again.
         elsewhere: tells what changes while a layer's code runs that may be recorded.
     """
@@ -59,7 +59,7 @@ class Listeners:
     on_switch: Callable[[int], None] = lambda microbatch: None
     on_set: Callable[[dict[str, Any], set[str]], None] = lambda attributes, names: None
     watch: StepWatch | None = None
-    on_compiled: Callable[[Sequence[Tensor]], None] = lambda given: None
+    on_given: Callable[[Sequence[Tensor]], None] = lambda given: None
     on_call: OnCall = lambda keep, given, again, held: FoundAtCall()
     elsewhere: Elsewhere = lambda: lambda: None
 
