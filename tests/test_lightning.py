@@ -733,10 +733,22 @@ class OwnSGD(torch.optim.SGD):
         (Model, {"callbacks": [OnAfterBackward()]}, {}, "callback OnAfterBackward has on_after_backward"),
         (OwnStep, {}, {}, "OwnStep.optimizer_step is overridden"),
         (lambda: Model(lbfgs), {}, {}, "LBFGS"),
+        (lambda: Model(lbfgs), {}, {"update": "just-in-time"}, "LBFGS.step needs a closure"),
         (lambda: Model(lambda parameters: OwnSGD(parameters, lr=0.1)), {}, {}, "OwnSGD is not known"),
         (Model, {"gradient_clip_val": 1.0}, {"update": "just-in-time"}, "gradient_clip_val=1.0"),
     ],
-    ids=["asked", "clip", "accumulate", "step-hook", "backward-hook", "optimizer-step", "lbfgs", "own", "insisted"],
+    ids=[
+        "asked",
+        "clip",
+        "accumulate",
+        "step-hook",
+        "backward-hook",
+        "optimizer-step",
+        "lbfgs",
+        "closure",
+        "own",
+        "insisted",
+    ],
 )
 def test_the_report_names_why_the_update_is_deferred(
     module: Callable[[], Any], options: dict[str, Any], arguments: dict[str, Any], words: str

@@ -17,7 +17,12 @@ from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.structures.packages import LIGHTNING
 from lightning_harmony.engine.structures.parts import storages_of
 from lightning_harmony.engine.structures.spans import Spans, span_of
-from lightning_harmony.engine.updates.separable_optimizers import reads_default_dtype, watcher_of, why_not_separable
+from lightning_harmony.engine.updates.separable_optimizers import (
+    needs_closure,
+    reads_default_dtype,
+    watcher_of,
+    why_not_separable,
+)
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.hooks import (
@@ -122,6 +127,8 @@ class UpdatePolicy:
             return "the gradient scaler checks all gradients"
         if self.engine.step.is_reentrant:
             return "layers are called during the backward (reentrant checkpointing)"
+        if needs_closure(self._optimizers[0]):
+            return f"{type(self._optimizers[0]).__name__}.step needs a closure"
         reason = self.backward_reader or self._why_default_dtype() or watcher_of(self._optimizers[0])
         if reason is not None:
             return reason

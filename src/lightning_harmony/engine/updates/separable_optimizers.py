@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -79,6 +80,12 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
     if _has_other_step(optimizer):
         return f"{name}.step is replaced by a function of its own"
     return None
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether a step of an optimizer cannot be made without a closure, as none of LBFGS can."""
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def watcher_of(optimizer: Optimizer) -> str | None:
