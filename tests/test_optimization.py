@@ -1065,12 +1065,19 @@ class Leaving(Model):
         return optimizer
 
 
-def test_gradients_that_a_zero_grad_of_the_users_own_leaves_give_equal_bits() -> None:
-    """They were gone: updates just in time use them up."""
-    # Sums begin with what was left: one microbatch, as plain Lightning adds it.
-    plain = trainer_for("auto")
-    plain.fit(Leaving(), loader())
-    assert_same(plain, fit_harmony(Leaving(), harmony(num_microbatches=1, device_memory="256KiB")))
+class LeavingByHook(Model):
+    """Leaves all gradients to every second step."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if self.global_step % 2 == 0:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("module", [Leaving, LeavingByHook])
+def test_gradients_that_a_zero_grad_of_the_users_own_leaves_give_equal_bits(module: Any, num_microbatches: int) -> None:
+    """They were gone: updates just in time use them up. Sums begin with what was left, also those of the last layers."""
+    assert_same_fits(module, num_microbatches=num_microbatches, device_memory="256KiB")
 
 
 # --- What optimizers do beside, and to, the module's own parameters.

@@ -296,16 +296,24 @@ class UpdatePolicy:
     def predicted_gradient(self) -> float | None:
         """The gradient that Lightning will bring to the sum over all batches of a step.
 
-        None where it adds to earlier gradients, where gradients come to tensors that are none of the module's, for Lightning
-        zeroes those when it knows the loss, or where the user's own `backward` may bring any other, or ask for some
-        parameters: to rescale what was computed from a wrong prediction would round otherwise.
+        None where it adds to earlier gradients that Lightning will not zero, where gradients come to tensors that are none of
+        the module's, for Lightning zeroes those when it knows the loss, or where the user's own `backward` may bring any
+        other, or ask for some parameters: to rescale what was computed from a wrong prediction would round otherwise.
         """
+        zeroed = self._zeroed()
         # In the first batches of a step there is nothing to add to.
-        adds = self.trainer.accumulate_grad_batches > 1 and any(
-            p.grad is not None for p in self.trainer.lightning_module.parameters()
-        )
+        adds = any(p.grad is not None and p not in zeroed for p in self.trainer.lightning_module.parameters())
         is_unknown = adds or not self.tree.calls_backward(self.trainer) or self.trains_others()
         return None if is_unknown else self.loss_scale()
+
+    def _zeroed(self) -> frozenset[Tensor]:
+        """The parameters whose gradients Lightning zeroes before each backward."""
+        trainer = self.trainer
+        if trainer.accumulate_grad_batches > 1 or self.tree.overrides(trainer.lightning_module, "optimizer_zero_grad"):
+            return frozenset()
+        plain = [one for one in self._optimizers if "zero_grad" not in vars(one)]
+        plain = [one for one in plain if type(one).zero_grad is torch.optim.Optimizer.zero_grad]
+        return frozenset(parameter for one in plain for parameter in parameters_of(one))
 
     @property
     def _optimizers(self) -> Any:
