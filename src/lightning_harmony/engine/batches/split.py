@@ -213,7 +213,8 @@ class _Splitter:
         parts = [value[part] for part in self._slices]
         own_class = TensorClass.of(value) if isinstance(value, Tensor) else None
         if own_class is None:
-            return parts
+            # Each has a version of its own: a microbatch may change its rows while the graphs of others wait.
+            return [part.data if isinstance(part, Tensor) and not part.requires_grad else part for part in parts]
         attributes = self.split(own_class.attributes)
         # A class that knows what becomes of its own when it is sliced has seen to it.
         return [
