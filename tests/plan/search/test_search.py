@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, count
 from math import inf
 from random import Random
 from typing import Any
@@ -381,14 +381,30 @@ class TestBetter:
         plan = replace(plan, predicted=Predicted(predict(plan).seconds, ()))
         assert search_better(plan, range(6)) is plan
 
-    def test_a_plan_that_breaks_a_rule_stays(self) -> None:
+    def test_a_plan_that_does_not_fit_gives_way_to_one_that_does(self) -> None:
+        """It stayed, and the step found its room by trial, where others would have fitted."""
         plan = replace(self.plan(), predicted=None)
-        assert search_better(plan, range(6)) is plan
+        better = search_better(plan, range(6))
+        assert better.profile == plan.profile
+        assert seconds_of(better) == predict(better).seconds
 
-    def test_where_no_other_fits_the_plan_stays(self) -> None:
+    def test_a_plan_that_fits_barely_is_better_than_none_that_fits(self) -> None:
         plan = self.plan()
         assert plan.profile is not None
-        plan = replace(plan, profile=replace(plan.profile, machine=DeviceLimits(150)))
+        least = next(
+            capacity
+            for capacity in count(150, 10)
+            if search_if_any(replace(plan.profile, machine=DeviceLimits(capacity)), range(6), 2) is not None
+        )
+        tight = replace(plan, profile=replace(plan.profile, machine=DeviceLimits(least)), predicted=None)
+        assert search_better(tight, range(6)).predicted is not None
+        assert search_better(replace(tight, predicted=Predicted(1e9, ())), range(6)).predicted == Predicted(1e9, ())
+
+    @pytest.mark.parametrize("predicted", [None, Predicted(1e9, ())])
+    def test_where_no_other_fits_the_plan_stays(self, predicted: Predicted | None) -> None:
+        plan = self.plan()
+        assert plan.profile is not None
+        plan = replace(plan, profile=replace(plan.profile, machine=DeviceLimits(150)), predicted=predicted)
         assert search_better(plan, range(6)) is plan
 
     def test_a_part_of_the_capacity_is_spared(self) -> None:

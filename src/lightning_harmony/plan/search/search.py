@@ -76,8 +76,8 @@ def search_better(
     it is.
 
     Args:
-        plan: the plan, with its profile and number of microbatches, and with its prediction. One that breaks a rule has none
-            and stays: where it is so tight that the executor has to improvise, no prediction holds.
+        plan: the plan, with its profile and number of microbatches, and with its prediction. Of one that has none, as it does
+            not fit, any plan is better that does; it stays where none fits, and the executor has to improvise.
         calls: the order in which a microbatch's forward calls the layers, as indices into those of the profile.
         with_its_packs: whether only its graphs and the turns of its forward are searched.
         most_tasks: how many tasks are replayed in all.
@@ -90,16 +90,19 @@ def search_better(
     """
     if plan.profile is None or plan.num_microbatches is None:
         raise PlanError("to search for a better plan takes one with a profile and a number of microbatches")
-    if plan.predicted is None or plan.predicted.seconds < SHORT_SECONDS:
+    if plan.predicted_seconds < SHORT_SECONDS:
         return plan
-    machine = plan.profile.machine
-    if machine.capacity_bytes is not None:
-        machine = replace(machine, capacity_bytes=int(machine.capacity_bytes * (1 - SPARE_SHARE)))
-    profile, packs = replace(plan.profile, machine=machine), plan.packs if with_its_packs else None
-    space = Space(profile, calls, plan.num_microbatches, plan.num_devices, plan.parallel, packs)
-    spread = space.spread(plan)
-    found = space.best(most_tasks, spread.predicted_seconds * (1 - CLEAR_SHARE), TURN_SECONDS, spread) or spread
-    return plan if found is plan else replace(found, fingerprint=plan.fingerprint, profile=plan.profile)
+    capacity, packs = plan.profile.machine.capacity_bytes, plan.packs if with_its_packs else None
+    # Where nothing is known to fit, what fits barely is better than that.
+    for spared in (SPARE_SHARE, 0.0) if plan.predicted is None else (SPARE_SHARE,):
+        smaller = None if capacity is None else int(capacity * (1 - spared))
+        profile = replace(plan.profile, machine=replace(plan.profile.machine, capacity_bytes=smaller))
+        space = Space(profile, calls, plan.num_microbatches, plan.num_devices, plan.parallel, packs)
+        spread = space.spread(plan)
+        found = space.best(most_tasks, spread.predicted_seconds * (1 - CLEAR_SHARE), TURN_SECONDS, spread) or spread
+        if found.predicted is not None:
+            return plan if found is plan else replace(found, fingerprint=plan.fingerprint, profile=plan.profile)
+    return plan
 
 
 def _num_tasks(plan: Plan) -> int:
