@@ -94,6 +94,19 @@ def test_a_step_may_change_weights_of_layers_that_it_has_not_called(
     )
 
 
+@pytest.mark.one_after_the_other
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_a_step_may_change_weights_while_batches_accumulate(num_microbatches: int) -> None:
+    """That was refused from the second batch on: the graphs of all microbatches waited, to be added to what was there."""
+    assert_same_training(
+        Net(Bounded("normalize", 2)),
+        torch.randn(48, WIDTH),
+        device_memory=room("16KiB"),
+        num_microbatches=num_microbatches,
+        accumulate_grad_batches=3,
+    )
+
+
 class Constrained(Chain):
     """Each layer has its constraint before it is called."""
 

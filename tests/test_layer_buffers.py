@@ -720,12 +720,26 @@ def test_it_is_said_that_no_turns_are_taken_then(caplog: pytest.LogCaptureFixtur
     assert "buffer 'counted' of layer 'net.blocks.0' is changed in the backward" in said
 
 
-def test_where_the_backward_follows_all_forwards_it_is_refused_with_the_way_out() -> None:
+class Between(pl.Callback):
+    """Has a hook between the forwards of a batch and its backwards."""
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        return
+
+
+def test_so_it_is_where_batches_accumulate() -> None:
+    """The backwards of the second batch followed all of its forwards, and that was refused."""
     module = Net(WithCheckpoints("in place"))
+    strategy = HarmonyStrategy(num_microbatches=4)
+    plain = train_plain(copy.deepcopy(module), samples(), 4, 8, accumulate_grad_batches=2)
+    compare(plain, train_harmony(module, samples(), strategy, 8, with_gradients=False, accumulate_grad_batches=2))
+
+
+def test_where_the_backward_follows_all_forwards_it_is_refused_with_the_way_out() -> None:
+    module, strategy = Net(WithCheckpoints("in place")), HarmonyStrategy(num_microbatches=4)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "more_callbacks": [Between()]}
     with pytest.raises(UnsupportedModelError, match=r"'counted' of layer .* in the backward.*num_microbatches=1"):
-        train_harmony(
-            module, samples(), HarmonyStrategy(num_microbatches=4), 8, with_gradients=False, accumulate_grad_batches=2
-        )
+        train_harmony(module, samples(), strategy, 8, with_gradients=False, **options)
 
 
 class AroundLayers(WithCheckpoints):

@@ -291,7 +291,7 @@ class InMemory:
 
     def _zeroed(self) -> list[nn.Parameter]:
         """The parameters whose gradients Lightning zeroes between the forward of this batch and its backward."""
-        if self.trainer.fit_loop.epoch_loop.batch_idx % self.trainer.accumulate_grad_batches:
+        if not compat.is_zeroing(self.trainer):
             return []
         return list(dict.fromkeys(chain.from_iterable(map(parameters_of, self.trainer.optimizers))))
 

@@ -223,13 +223,15 @@ class Training:
         seed = torch.initial_seed()
         seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
         microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
-        num_elements, predicted = _largest(steps), self.deferred.policy.predicted_gradient()
+        num_elements, policy = _largest(steps), self.deferred.policy
+        predicted, adds = policy.predicted_gradient(), policy.adds_to_earlier()
 
         def forward(interleave: bool) -> None:
             self.engine.forward(
                 microbatches,
                 num_elements=num_elements,
                 predicted_gradient=predicted,
+                adds_to_earlier=adds,
                 interleave=interleave,
                 on_plan=self._budget.limit,
             )

@@ -52,6 +52,11 @@ def is_accumulating(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
+def is_zeroing(trainer: Any) -> bool:
+    """Whether the running batch is the first that its step accumulates, before whose backward gradients are zeroed."""
+    return bool(trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0)
+
+
 def active_loop(trainer: Any) -> Any:
     """The loop that runs; None between loops."""
     return trainer._active_loop

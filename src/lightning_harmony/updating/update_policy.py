@@ -26,6 +26,7 @@ from lightning_harmony.engine.updates.separable_optimizers import (
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.hooks import (
+    between_passes,
     end_of_batches,
     gradient_readers,
     has_optimizer_after_step,
@@ -296,20 +297,25 @@ class UpdatePolicy:
     def predicted_gradient(self) -> float | None:
         """The gradient that Lightning will bring to the sum over all batches of a step.
 
-        None where it adds to earlier gradients that Lightning will not zero, where gradients come to tensors that are none of
+        None where it may add to earlier gradients, where gradients come to tensors that are none of
         the module's, for Lightning zeroes those when it knows the loss, or where the user's own `backward` may bring any
         other, or ask for some parameters: to rescale what was computed from a wrong prediction would round otherwise.
         """
-        zeroed = self._zeroed()
+        zeroed, parameters = self._zeroed(), self.trainer.lightning_module.parameters()
         # In the first batches of a step there is nothing to add to.
-        adds = any(p.grad is not None and p not in zeroed for p in self.trainer.lightning_module.parameters())
+        adds = not self.adds_to_earlier() and any(p.grad is not None and p not in zeroed for p in parameters)
         is_unknown = adds or not self.tree.calls_backward(self.trainer) or self.trains_others()
         return None if is_unknown else self.loss_scale()
 
+    def adds_to_earlier(self) -> bool:
+        """Whether this batch's gradients are added to those of earlier ones as these are now, before its forward."""
+        is_known = self.tree.calls_backward(self.trainer) and self.tree.is_known(type(self.trainer.precision_plugin))
+        return is_known and not compat.is_zeroing(self.trainer) and not between_passes(self.tree, self.trainer)
+
     def _zeroed(self) -> frozenset[Tensor]:
-        """The parameters whose gradients Lightning zeroes before each backward."""
-        trainer = self.trainer
-        if trainer.accumulate_grad_batches > 1 or self.tree.overrides(trainer.lightning_module, "optimizer_zero_grad"):
+        """The parameters whose gradients Lightning zeroes before this batch's backward."""
+        is_own = self.tree.overrides(self.trainer.lightning_module, "optimizer_zero_grad")
+        if is_own or not compat.is_zeroing(self.trainer):
             return frozenset()
         plain = [one for one in self._optimizers if "zero_grad" not in vars(one)]
         plain = [one for one in plain if type(one).zero_grad is torch.optim.Optimizer.zero_grad]

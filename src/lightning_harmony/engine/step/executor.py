@@ -180,6 +180,7 @@ class Executor:
         *,
         num_elements: int,
         predicted_gradient: float | None,
+        adds_to_earlier: bool = False,
         is_training: bool = True,
         interleave: bool = True,
         on_plan: Callable[[], None] = lambda: None,
@@ -195,6 +196,7 @@ class Executor:
             num_elements: elements of the largest microbatch. More than ever before are run with care, and measured.
             predicted_gradient: the gradient of the batch's loss that `backward` will bring, if it is known. The backward of
                 the last packs then follows each loss at once; where one microbatch runs after the other, all of it does.
+            adds_to_earlier: whether that adds to the gradients of earlier batches, as they are now.
             interleave: whether several microbatches may take turns: their code must not notice.
             on_plan: called when it is known by which plan a training step runs.
         """
@@ -224,6 +226,7 @@ class Executor:
         # known, whether its backward fits shows here.
         waits = is_alone and not is_measuring
         step.predicted = None if waits or not (step.fuses or step.is_sequential) else predicted
+        step.adds_to_earlier = adds_to_earlier
         step.random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.buffers.reclaim()
         if is_measuring or not is_training:

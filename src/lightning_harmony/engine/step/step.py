@@ -87,6 +87,7 @@ class Step:
     Attributes:
         turns: gives its lanes their turns.
         predicted: the gradient of its loss, if that was known before: the backward of each microbatch then follows its loss.
+        adds_to_earlier: whether gradients that come before that are added to those of earlier batches as these are.
         predicts: whether gradients that were predicted have come so far: after another one, none is predicted.
         fuses: whether a lane that comes to the fused packs goes through them to its loss and back.
         is_sequential: whether one microbatch runs after the other, in the caller's own thread.
@@ -113,6 +114,7 @@ class Step:
 
     def __init__(self, has_optimizer: Callable[[nn.Parameter], bool]) -> None:
         self.predicted: float | None = None
+        self.adds_to_earlier = False
         self.predicts = True
         self.fuses = False
         self.is_sequential = False
@@ -180,6 +182,11 @@ class Step:
         if actual == self.predicted:
             return 1.0
         self.predicts = False
+        if self.adds_to_earlier:
+            raise UnsupportedModelError(
+                "the strategy or a plugin changes the gradient of a loss, whose backward has run while batches accumulate: "
+                "change the loss in the training_step"
+            )
         return actual / self.predicted
 
     def start(self, running: Sequence[LaneProgress], plan: Plan, having_buffers: Collection[int]) -> None:
