@@ -346,6 +346,36 @@ def test_a_call_whose_weights_a_later_one_changes_before_its_backward_is_refused
         )
 
 
+class EverySecond(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.num_calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls % 2 == 0:
+            with torch.no_grad():
+                self.linear.weight.mul_(0.9)
+        return x + self.linear(x).tanh()
+
+
+class Between(pl.Callback):
+    """Has a hook between the forwards of a batch and its backwards."""
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        return
+
+
+def test_so_is_a_call_whose_graph_was_kept() -> None:
+    """Where forwards come before backwards, one found the weights that a later call had made."""
+    net = Chain(lambda: nn.Linear(WIDTH, WIDTH))
+    net.blocks[1] = EverySecond()
+    options: dict[str, Any] = {"num_microbatches": 2, "device_memory": room("40KiB"), "accumulate_grad_batches": 2}
+    assert_same_training(Net(net), torch.randn(64, WIDTH), **options)
+    with pytest.raises(UnsupportedModelError, match="between another call of it and the backward of that"):
+        assert_same_training(Net(net), torch.randn(64, WIDTH), make_callbacks=lambda: [Between()], **options)
+
+
 def test_a_change_of_what_code_between_layers_uses_is_refused() -> None:
     class Uses(Chain):
         def forward(self, x: Tensor) -> Tensor:

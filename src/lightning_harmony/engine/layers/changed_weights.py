@@ -43,9 +43,8 @@ class FoundWeights:
         self._layer, self.replaced = layer, replaced
         self._num_changes = layer.num_changes
 
-    @contextmanager
-    def again(self, residency: Residency) -> Iterator[None]:
-        """The context in which the layer's code runs again, and finds them so.
+    def refuse_changed(self) -> None:
+        """Refuse a backward that finds other weights than its forward.
 
         Raises:
             UnsupportedModelError: if a later call has changed them.
@@ -56,6 +55,15 @@ class FoundWeights:
                 "of that, which would run with other weights than its forward: call the layer once before each backward, or "
                 "change its parameters in a hook such as on_train_batch_start"
             )
+
+    @contextmanager
+    def again(self, residency: Residency) -> Iterator[None]:
+        """The context in which the layer's code runs again, and finds them so.
+
+        Raises:
+            UnsupportedModelError: if it cannot.
+        """
+        self.refuse_changed()
         _fill(residency, self.replaced)
         yield
         # The code may have ended behind the last tensor that it saves, and before that change.

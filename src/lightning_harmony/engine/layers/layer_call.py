@@ -303,7 +303,7 @@ class LayerCall:
         self._saves.clear()
 
     def open(self, saved: SavedTensor | None = None) -> None:
-        """A backward has come to the call, and asks for a saved tensor."""
+        """A backward has come to the call, and asks for a saved tensor, or for a weight: that is where the weights are."""
         if self._is_running:
             if self.layer.differentiates:
                 return
@@ -312,6 +312,8 @@ class LayerCall:
             raise self._begun
         if torch.is_grad_enabled() and not isinstance(torch._C._current_autograd_node(), torch._C._FunctionBase):
             raise double_backward(self.layer)
+        if saved is None:
+            self._found.refuse_changed()
         if self.runtime.open_call.call is self and (saved is None or saved.content is not None):
             return
         with self.runtime.calling():
