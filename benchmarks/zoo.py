@@ -115,7 +115,9 @@ def built(name: str) -> nn.Module:
         size: value for size, value in SIZES.items() if isinstance(getattr(known, size, ""), (type(value), type(None)))
     }
     sizes |= {
-        size: 0.0 for size in vars(known) if any(word in size for word in ("drop", "jitter")) and _is_share(known, size)
+        size: _without_share(value)
+        for size, value in vars(known).items()
+        if any(word in size for word in ("drop", "jitter"))
     }
     config = kind.config_class(**sizes)
     with torch.device("meta"):
@@ -126,8 +128,11 @@ def built(name: str) -> nn.Module:
     return kind(config)  # type: ignore[no-any-return]
 
 
-def _is_share(config: Any, name: str) -> bool:
-    return isinstance(getattr(config, name), float)
+def _without_share(value: Any) -> Any:
+    """Nothing in the place of a share, or of one for each stage of a model."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_without_share, value))
+    return 0.0 if isinstance(value, float) else value
 
 
 def train(module: Trained, kind: str, strategy: Any, num_parts: int, callbacks: list[pl.Callback]) -> None:
