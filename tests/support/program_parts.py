@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -425,6 +426,38 @@ class Kept(Layer):
         made = self.linear(x)
         self.kept = (made, made.detach(), x, made[:, 0])[self.kind % 4]
         return torch.tanh(made)
+
+
+class MadeInCalls(Layer):
+    """Makes in a call what later ones change: on itself, on an object, and in an entry."""
+
+    def build(self) -> None:
+        self.calls, self.space, self.by_number = 0, SimpleNamespace(), {}  # type: ignore[var-annotated]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        made, kind = self.linear(x), self.kind % 3
+        if kind == 0:
+            kept = self.__dict__.setdefault("made", SimpleNamespace(value=0.0))
+        elif kind == 1:
+            kept = vars(self.space).setdefault("made", {}).setdefault("inner", SimpleNamespace(value=0.0))
+        else:
+            kept = self.by_number.setdefault(self.calls // 3, SimpleNamespace(value=0.0))
+        kept.value = 0.5 * kept.value + float(made.detach().mean())
+        return made - kept.value
+
+
+class ChangesTheOther(Layer):
+    """Changes one of its inputs in place, and computes with another one in the same memory."""
+
+    def forward(self, part: Tensor, whole: Tensor) -> Tensor:
+        part.mul_(1.5)
+        return self.linear(whole * 1.0).tanh()
+
+    def call(self, x: Tensor, context: Context) -> Tensor:
+        whole = x * 1.5
+        parts = (whole[:, 1:], whole[..., ::2], whole.transpose(0, 1), whole)
+        return self(parts[self.kind % 4], whole) + x
 
 
 # ---- parents -----------------------------------------------------------------------------------------------------------
