@@ -280,6 +280,109 @@ def test_layers_called_between_steps_take_inputs_of_the_host() -> None:
     assert_equal(samples[0].seen, samples[1].seen)
 
 
+class Normalized(nets.Block):
+    """Keeps a mean, and multiplies with a number that others may change."""
+
+    mean: Tensor
+    share: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(nets.WIDTH))
+        self.register_buffer("share", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean((0, 1))
+        return (y - self.mean) * self.share
+
+
+class ChangesBuffers(Manual):
+    """By hand, before each forward or behind it."""
+
+    def __init__(self, *changes: str) -> None:
+        super().__init__()
+        self.changes = changes
+        for number in range(len(self.net.blocks)):
+            self.net.blocks[number] = Normalized()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.change("before")
+        losses = [self.loss(batch)]
+        self.change("behind")
+        if "twice" in self.changes:
+            losses.append(self.loss(batch.flip(0)))
+        self.manual_backward(sum(losses))
+        optimizer.step()
+
+    def change(self, when: str) -> None:
+        block = self.net.blocks[1]
+        if f"mean {when}" in self.changes:
+            block.mean = torch.zeros_like(block.mean)
+        if f"share {when}" in self.changes:
+            block.share = block.share * 0.9
+        if f"share in place {when}" in self.changes:
+            block.share.mul_(0.9)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("mean before", "share in place before"),
+        ("mean before", "share before", "twice"),
+        ("mean behind",),
+        ("mean behind", "twice"),
+    ],
+)
+def test_buffers_that_are_set_between_calls_by_hand_give_equal_bits(changes: tuple[str, ...]) -> None:
+    """To set statistics anew, as SWA does for its last epoch, was refused once a layer had changed them."""
+    plain, swapped = trainer_for("auto", max_epochs=2), trainer_for(harmony(num_microbatches=1), max_epochs=2)
+    for trainer in (plain, swapped):
+        trainer.fit(ChangesBuffers(*changes), loader())
+    assert_same(plain, swapped)
+    modules = plain.lightning_module, swapped.lightning_module
+    buffers = [[buffer.cpu() for buffer in module.buffers()] for module in modules]
+    assert_equal(*buffers)
+
+
+@pytest.mark.parametrize("changes", [("share behind",), ("share behind", "twice"), ("share in place behind",)])
+def test_a_buffer_that_is_changed_between_a_forward_by_hand_and_its_backward_is_refused(
+    changes: tuple[str, ...],
+) -> None:
+    """The recompute found it as it had become, and nothing told of it."""
+    module = ChangesBuffers(*changes)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    with pytest.raises(UnsupportedModelError, match=r"buffer 'share' of layer 'net\.blocks\.1' is changed"):
+        trainer_for(harmony(num_microbatches=1)).fit(module, loader())
+    assert_equal(before, [parameter.detach().cpu() for parameter in module.parameters()])
+
+
+class ChangesWeights(Manual):
+    """Past autograd, or where no operation has saved them: plain training goes on."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.get_parameter(self.name).data.mul_(0.9)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["net.blocks.1.up.weight", "net.blocks.0.down.bias"])
+def test_so_is_a_parameter(name: str) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=f"a parameter of layer '{name.rsplit('.', 2)[0]}'.* is changed between"
+    ):
+        trainer_for(harmony(num_microbatches=1)).fit(ChangesWeights(name), loader())
+
+
 class ManualClosure(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer = self.optimizers()

@@ -45,6 +45,7 @@ class CallBuffers:
         drops: bool,
     ) -> None:
         self._layer, self._last_filled, self._drops = layer, last_filled, drops
+        self._changes_by_others = layer.changes_by_others.copy()
         # Statistics of modules that count nothing, as those of InstanceNorm.
         self._uncounted: list[BufferKey] = []
         if not layer.buffers:
@@ -132,7 +133,14 @@ class CallBuffers:
                 )
 
     def as_they_were(self) -> dict[BufferKey, Tensor]:
-        """What the recompute finds of those that calls change; what it does to these is dropped."""
+        """What the recompute finds of those that calls change; what it does to these is dropped.
+
+        Raises:
+            UnsupportedModelError: if others have changed one since that the call has not changed.
+        """
+        for key, number in self._layer.changes_by_others.items():
+            if key not in self._before and number != self._changes_by_others[key]:
+                raise self._layer.refusal_of_change(key)
         buffers = _copies(self._before)
         for key, places in self._filled.items():
             places.append(_memory(buffers[key]))

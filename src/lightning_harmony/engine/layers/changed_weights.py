@@ -12,8 +12,9 @@ from lightning_harmony.engine.layers.call_weights import CallWeights
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.model.layer import DataAssignedError, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.operations import Unseen
-from lightning_harmony.engine.structures.parts import are_equal, parts_of
+from lightning_harmony.engine.structures.parts import are_equal, is_composed, parts_of
 from lightning_harmony.errors import UnsupportedModelError
 
 
@@ -37,11 +38,18 @@ class FoundWeights:
     Args:
         layer: what is called.
         replaced: what those were, on the host, that its code has changed.
+        residency: of its pack, as the code has left it.
+        with_graph: whether a backward may come to the call.
     """
 
-    def __init__(self, layer: SwappedLayer, replaced: Mapping[nn.Parameter, Tensor]) -> None:
+    def __init__(
+        self, layer: SwappedLayer, replaced: Mapping[nn.Parameter, Tensor], residency: Residency, *, with_graph: bool
+    ) -> None:
         self._layer, self.replaced = layer, replaced
         self._num_changes = layer.num_changes
+        # In a step, nobody changes any. Where they are not compared at all, no step is real.
+        may_change = with_graph and not layer.is_training and residency.checksum is not None
+        self._checksums = _checksums(layer, residency) if may_change else {}
 
     def refuse_changed(self) -> None:
         """Refuse a backward that finds other weights than its forward.
@@ -56,6 +64,18 @@ class FoundWeights:
                 "change its parameters in a hook such as on_train_batch_start"
             )
 
+    def _refuse_changed_by_others(self, residency: Residency) -> None:
+        """Refuse weights that others have changed where no step runs. No version tells of it where that was past autograd."""
+        now = _checksums(self._layer, residency) if self._checksums else {}
+        with torch.inference_mode(False), Unseen(), residency.device.on_host():
+            changed = [p for p, then in self._checksums.items() if p in now and not torch.equal(then, now[p])]
+        if changed:
+            raise UnsupportedModelError(
+                f"a parameter of layer {self._layer.name!r}, of shape {tuple(changed[0].shape)}, is changed between a call of "
+                "it and the backward of that, which would run with other weights than its forward: change it behind the "
+                "backward, or before the forward"
+            )
+
     @contextmanager
     def again(self, residency: Residency) -> Iterator[None]:
         """The context in which the layer's code runs again, and finds them so.
@@ -64,6 +84,7 @@ class FoundWeights:
             UnsupportedModelError: if it cannot.
         """
         self.refuse_changed()
+        self._refuse_changed_by_others(residency)
         _fill(residency, self.replaced)
         yield
         # The code may have ended behind the last tensor that it saves, and before that change.
@@ -105,7 +126,7 @@ class WeightsBefore:
             UnsupportedModelError: if it has changed others, or cannot run again.
         """
         replaced = self._replaced(weights, error, may_again=self._may_change and with_graph)
-        return FoundWeights(self._layer, replaced or {}), replaced is None
+        return FoundWeights(self._layer, replaced or {}, self._residency, with_graph=with_graph), replaced is None
 
     def _replaced(
         self, weights: CallWeights, error: DataAssignedError | DifferentiatesError | None, *, may_again: bool
@@ -173,6 +194,16 @@ class WeightsBefore:
         """Where weights lie. That cuDNN gathers some counts as a change in inference mode; code may compose others anew."""
         leaves = self._residency.leaves
         return [part.untyped_storage()._cdata for p in parameters for part in parts_of(leaves[p])]
+
+
+def _checksums(layer: SwappedLayer, residency: Residency) -> dict[nn.Parameter, Tensor]:
+    """Of a layer's weights as they are on the device, of those that are of the type that they have on the host."""
+    with torch.inference_mode(False), Unseen(), residency.device.on_host():
+        return {
+            p: checksum(residency.leaves[p])
+            for p in layer.parameters
+            if not is_composed(residency.leaves[p]) and residency.leaves[p].dtype is p.dtype
+        }
 
 
 def _fill(residency: Residency, values: Mapping[nn.Parameter, Tensor | None]) -> None:

@@ -154,6 +154,7 @@ class SwappedLayer:
         num_compared_calls: how many of its calls were looked at for changes that no version tells.
         changed_buffers: those that layers have changed in this step: one set for all layers, which may share modules.
         host_buffers: in a training step, the host's buffers as they should be, and their versions: one dict for all layers.
+        changes_by_others: how often others have changed buffers where no step runs.
         changes_inputs: whether its code changes inputs in place, or its caller does so behind it; None before the first call.
         first_inputs: what counts how often those of its first call are changed in place, and that number at its end, until its
             backward comes.
@@ -201,6 +202,7 @@ class SwappedLayer:
         self.is_training = self.is_in_graph = self.reaches_elsewhere = self.shares_inputs = False
         self.changed_buffers: set[BufferKey] = set()
         self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
+        self.changes_by_others = Counter[BufferKey]()
         self.differentiates = False
         self.num_changes = 0
         self.compute_dtype = compute_dtype
@@ -277,6 +279,13 @@ class SwappedLayer:
             if buffer is not None and (host_buffer(key) is not buffer or version_of(buffer) != version):
                 found.append(key)
         return found
+
+    def follow_host_buffers(self) -> None:
+        """No step runs: the host's buffers are what the call that begins is to find. A backward of another one may not."""
+        if not self.is_training:
+            self.changes_by_others.update(self.buffers_that_others_changed())
+            self.host_buffers = {}
+            self.changed_buffers.difference_update(self.buffers)
 
     def refuse_changed_buffers(self) -> None:
         """Refuse a step in which others than the layer change its buffers.

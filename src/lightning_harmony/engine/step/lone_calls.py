@@ -51,6 +51,8 @@ class LoneCalls:
             residents.swapper.await_update(pack)
             while residents.device.leaving.retire(wait=True):
                 pass
+            for layer in pack.layers:
+                layer.follow_host_buffers()
             residents.swapper.swap_in(pack)
             assert pack.residency is not None
             pack.residency.ready.wait()
