@@ -433,6 +433,18 @@ def test_inputs_that_share_memory_share_it_when_the_layer_runs_again(part: str) 
     )
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("part", PARTS)
+def test_on_another_device_they_share_it_or_are_refused(part: str) -> None:
+    """Copies of tensors without gradients were apart, and nothing told of it."""
+    has_gradient = PARTS[part](torch.ones(2, 2, 2, requires_grad=True)).requires_grad
+    refused = pytest.raises(UnsupportedModelError, match="others of its inputs share memory with")
+    with nullcontext() if has_gradient else refused:
+        assert_same_training(
+            Net(GivesViews(PARTS[part])), samples(), device_memory="100KiB", layers=[ChangesTheOther], devices=2
+        )
+
+
 class ReadsWhatLayersChanged(Stack):
     """Uses what it has called a layer with once more, as that has left it."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -14,7 +14,10 @@ from torch.utils._pytree import tree_map_only
 from lightning_harmony.engine.glue.glue import StandIn
 from lightning_harmony.engine.memory.opaque import is_opaque, tensors_in
 from lightning_harmony.engine.memory.tensor_class import in_place_of
+from lightning_harmony.engine.structures.operations import version_of
+from lightning_harmony.engine.structures.strides import places_in_memory
 from lightning_harmony.engine.structures.tree import CONSTANTS, Arguments, WrittenTo, flatten, has_other_nodes
+from lightning_harmony.errors import UnsupportedModelError
 
 
 class CallArguments:
@@ -48,6 +51,8 @@ class CallArguments:
         self._exchanged: _Exchanged | None = None
         # By the identities of those that were brought, what they were.
         self._before: dict[int, Tensor] = {}
+        # With their versions, those that share memory where they are, and not where the layer finds them.
+        self._apart: list[tuple[Tensor, int]] = []
 
     def may_require_gradients(self) -> bool:
         """Whether gradients may come to them, also in objects, such as a cache that begins with a trained prefix.
@@ -81,6 +86,12 @@ class CallArguments:
         """
         before, self.tensors = self.tensors, [in_place_of(bring(tensor), tensor) for tensor in self.tensors]
         self._before = {id(t): old for t, old in zip(self.tensors, before, strict=True) if t is not old}
+        if self._before:
+            memories = [memory for memory, _ in places_in_memory(before)]
+            each_of = list(zip(before, self.tensors, memories, strict=True))
+            numbers, copied = Counter(memories), {memory for old, now, memory in each_of if memory and old is not now}
+            both = [t for old, now, memory in each_of if memory in copied and numbers[memory] > 1 for t in (old, now)]
+            self._apart = [(tensor, version_of(tensor)) for tensor in both]
         pairs = zip(self._originals, self.tensors, strict=True)
         others = {id(original): tensor for original, tensor in pairs if tensor is not original}
         if not others:
@@ -93,9 +104,20 @@ class CallArguments:
         return tuple(map(self._exchanged.of, args)), {name: self._exchanged.of(value) for name, value in kwargs.items()}
 
     def with_originals(self, result: Any) -> Any:
-        """What the call returns; where that is what was brought from another device, what is there."""
+        """What the call returns; where that is what was brought from another device, what is there.
+
+        Raises:
+            UnsupportedModelError: if the layer has changed one of several that share memory there, and had copies of others.
+        """
         if not self._before:
             return result
+        for tensor, version in self._apart:
+            if version_of(tensor) != version:
+                raise UnsupportedModelError(
+                    f"a layer changes an input in place, of shape {tuple(tensor.shape)}, that is on another device, and that "
+                    "others of its inputs share memory with: pass it one of them, and take views there, or use "
+                    "Trainer(devices=1)"
+                )
         leaves, close = flatten(result)
         if not any(id(leaf) in self._before for leaf in leaves):
             return result
@@ -110,6 +132,7 @@ class CallArguments:
         if self._exchanged is not None:
             self._exchanged.give_back({id(t): old for t, old in zip(self.tensors, self._originals, strict=True)})
         self._exchanged, self._originals, self._given, self.tensors, self._before = None, [], ((), {}), [], {}
+        self._apart = []
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
 
     def again(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
