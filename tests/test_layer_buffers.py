@@ -18,7 +18,16 @@ from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.plan import Plan
 from support import nets, same_training
-from support.same_training import Net, assert_same_training, compare, room, train_harmony, train_plain, trainer_for
+from support.same_training import (
+    Between,
+    Net,
+    assert_same_training,
+    compare,
+    room,
+    train_harmony,
+    train_plain,
+    trainer_for,
+)
 from support.sampling import combined
 from support.taking_turns import samples, takes_turns
 
@@ -718,13 +727,6 @@ def test_it_is_said_that_no_turns_are_taken_then(caplog: pytest.LogCaptureFixtur
     has_turns, (said,) = takes_turns(WithCheckpoints("in place"), caplog)
     assert not has_turns
     assert "buffer 'counted' of layer 'net.blocks.0' is changed in the backward" in said
-
-
-class Between(pl.Callback):
-    """Has a hook between the forwards of a batch and its backwards."""
-
-    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
-        return
 
 
 def test_so_it_is_where_batches_accumulate() -> None:

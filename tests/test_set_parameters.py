@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from support.nets import WIDTH, Chain
-from support.same_training import Net, assert_same_training, room, train_harmony
+from support.same_training import Between, Net, assert_same_training, room, train_harmony
 from support.sampling import combined
 
 CODES = 6
@@ -357,13 +357,6 @@ class EverySecond(nn.Module):
             with torch.no_grad():
                 self.linear.weight.mul_(0.9)
         return x + self.linear(x).tanh()
-
-
-class Between(pl.Callback):
-    """Has a hook between the forwards of a batch and its backwards."""
-
-    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
-        return
 
 
 def test_so_is_a_call_whose_graph_was_kept() -> None:

@@ -73,6 +73,13 @@ class Net(pl.LightningModule):
         return self.make_optimizer(self.parameters())
 
 
+class Between(pl.Callback):
+    """Has a hook between the forwards of a batch and its backwards."""
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        return
+
+
 class Gradients(pl.Callback):
     """Keeps every step's gradients. Its hook reads them all, so harmony updates after the backward."""
 

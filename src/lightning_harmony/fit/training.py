@@ -224,7 +224,8 @@ class Training:
         seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
         microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
         num_elements, policy = _largest(steps), self.deferred.policy
-        predicted, adds = policy.predicted_gradient(), policy.adds_to_earlier()
+        adds = policy.adds_to_earlier()
+        predicted = policy.predicted_gradient(adds_to_earlier=adds)
 
         def forward(interleave: bool) -> None:
             self.engine.forward(

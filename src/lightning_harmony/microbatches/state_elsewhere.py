@@ -292,8 +292,10 @@ class StateElsewhere:
         if not self._known:
             self._known = {id(held.owner): held.owner for held in self._all}
         objects = [each for each in objects if id(each) not in self._known and not issubclass(type(each), Tensor)]
+        if not objects:
+            return
         self._known.update((id(each), each) for each in objects)
-        keys = self._with_weights().union(held.key for held in together.places) if objects else ()
+        keys = self._with_weights().union(held.key for held in together.places)
         late = [held for held in _places_of(objects) if held.key not in keys and self._is_elsewhere(held)]
         if late:
             self._late += late

@@ -294,16 +294,19 @@ class UpdatePolicy:
         """What Lightning's scaler multiplies losses by; 1 where there is none."""
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
-    def predicted_gradient(self) -> float | None:
+    def predicted_gradient(self, *, adds_to_earlier: bool) -> float | None:
         """The gradient that Lightning will bring to the sum over all batches of a step.
 
-        None where it may add to earlier gradients, where gradients come to tensors that are none of
-        the module's, for Lightning zeroes those when it knows the loss, or where the user's own `backward` may bring any
-        other, or ask for some parameters: to rescale what was computed from a wrong prediction would round otherwise.
+        None where it may add to earlier gradients, where gradients come to tensors that are none of the module's, for
+        Lightning zeroes those when it knows the loss, or where the user's own `backward` may bring any other, or ask for some
+        parameters: to rescale what was computed from a wrong prediction would round otherwise.
+
+        Args:
+            adds_to_earlier: whether it is known that it adds to them, as they are.
         """
         zeroed, parameters = self._zeroed(), self.trainer.lightning_module.parameters()
         # In the first batches of a step there is nothing to add to.
-        adds = not self.adds_to_earlier() and any(p.grad is not None and p not in zeroed for p in parameters)
+        adds = not adds_to_earlier and any(p.grad is not None and p not in zeroed for p in parameters)
         is_unknown = adds or not self.tree.calls_backward(self.trainer) or self.trains_others()
         return None if is_unknown else self.loss_scale()
 

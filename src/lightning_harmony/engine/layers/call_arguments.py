@@ -87,11 +87,7 @@ class CallArguments:
         before, self.tensors = self.tensors, [in_place_of(bring(tensor), tensor) for tensor in self.tensors]
         self._before = {id(t): old for t, old in zip(self.tensors, before, strict=True) if t is not old}
         if self._before:
-            memories = [memory for memory, _ in places_in_memory(before)]
-            each_of = list(zip(before, self.tensors, memories, strict=True))
-            numbers, copied = Counter(memories), {memory for old, now, memory in each_of if memory and old is not now}
-            both = [t for old, now, memory in each_of if memory in copied and numbers[memory] > 1 for t in (old, now)]
-            self._apart = [(tensor, version_of(tensor)) for tensor in both]
+            self._apart = [(tensor, version_of(tensor)) for tensor in _come_apart(before, self.tensors)]
         pairs = zip(self._originals, self.tensors, strict=True)
         others = {id(original): tensor for original, tensor in pairs if tensor is not original}
         if not others:
@@ -154,6 +150,14 @@ def _prepared(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None or not tensor.is_floating_point():
         return tensor
     return in_place_of(tensor.to(dtype), tensor)
+
+
+def _come_apart(before: Sequence[Tensor], now: Sequence[Tensor]) -> list[Tensor]:
+    """Those that share memory, and the copies that took the places of some of them, which do not."""
+    memories = [memory for memory, _ in places_in_memory(before)]
+    each_of = list(zip(before, now, memories, strict=True))
+    numbers, copied = Counter(memories), {memory for old, new, memory in each_of if memory and old is not new}
+    return [each for old, new, memory in each_of if memory in copied and numbers[memory] > 1 for each in (old, new)]
 
 
 class _Exchanged:

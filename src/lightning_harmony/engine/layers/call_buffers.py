@@ -45,7 +45,7 @@ class CallBuffers:
         drops: bool,
     ) -> None:
         self._layer, self._last_filled, self._drops = layer, last_filled, drops
-        self._changes_by_others = layer.changes_by_others.copy()
+        self._changes_by_others = dict(layer.changes_by_others)
         # Statistics of modules that count nothing, as those of InstanceNorm.
         self._uncounted: list[BufferKey] = []
         if not layer.buffers:
@@ -139,7 +139,7 @@ class CallBuffers:
             UnsupportedModelError: if others have changed one since that the call has not changed.
         """
         for key, number in self._layer.changes_by_others.items():
-            if key not in self._before and number != self._changes_by_others[key]:
+            if key not in self._before and number != self._changes_by_others.get(key, 0):
                 raise self._layer.refusal_of_change(key)
         buffers = _copies(self._before)
         for key, places in self._filled.items():

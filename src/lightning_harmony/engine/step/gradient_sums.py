@@ -97,8 +97,7 @@ class GradientSums:
             # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet. Where
             # several devices have sums of a pack, those of earlier batches are added once, on the host.
             plan = self._placement.plan
-            adds = self._step.in_backward or self._step.adds_to_earlier
-            add_to_earlier = adds and (plan.num_devices == 1 or plan.parallel == "pipeline")
+            add_to_earlier = self._step.adds_now and (plan.num_devices == 1 or plan.parallel == "pipeline")
             residents.sums.accumulate(residents.packs[index], layer, use, gradients, add_to_earlier=add_to_earlier)
 
     def _gather(
@@ -112,8 +111,7 @@ class GradientSums:
         if home is not source:
             num_bytes += lay_out([gradient for _, gradient in gradients])[1]
         home.admit(num_bytes)
-        adds = self._step.in_backward or self._step.adds_to_earlier
-        home.sums.gather(pack, layer, use, gradients, source.device, add_to_earlier=adds)
+        home.sums.gather(pack, layer, use, gradients, source.device, add_to_earlier=self._step.adds_now)
 
     def _after_hooks(self, layer: SwappedLayer, use: int, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         """What the user's hooks of a parameter make of the gradient of one microbatch."""

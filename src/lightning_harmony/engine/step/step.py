@@ -189,6 +189,11 @@ class Step:
             )
         return actual / self.predicted
 
+    @property
+    def adds_now(self) -> bool:
+        """Whether gradients of earlier batches are by now what those that come are added to."""
+        return self.in_backward or self.adds_to_earlier
+
     def start(self, running: Sequence[LaneProgress], plan: Plan, having_buffers: Collection[int]) -> None:
         """These lanes run from now on.
 

@@ -96,14 +96,13 @@ def cloned_together(tensors: Sequence[Tensor], places: Sequence[tuple[int, int]]
             in_one[memory].append(number)
     for numbers in in_one.values():
         if len(numbers) > 1 or clones[numbers[0]].stride() != tensors[numbers[0]].stride():
+            # As aligned as they were, since kernels are chosen by that.
             begin = min(places[number][1] for number in numbers) // 16 * 16
             # It grows with what is put there.
             shared = torch.empty(0, dtype=torch.uint8, device=clones[numbers[0]].device).untyped_storage()
             for number in numbers:
-                tensor, offset = (
-                    detached(tensors[number]),
-                    (places[number][1] - begin) // tensors[number].element_size(),
-                )
+                tensor = detached(tensors[number])
+                offset = (places[number][1] - begin) // tensor.element_size()
                 place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 place.set_(shared, offset, tensor.size(), tensor.stride())
                 assign(place, tensor)
