@@ -208,6 +208,11 @@ class OnTheHost(Block):
         return super().forward(x) if float(x.detach().sum()) > 0 else super().forward(-x)
 
 
+class NoisyOnTheHost(OnTheHost):
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.3)
+
+
 class WithAFunction(Block):
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         return super().forward(x) + chains.InAFunction.Own.apply(x)
@@ -347,11 +352,12 @@ def test_code_that_is_not_reproducible_is_recorded_if_that_differs_no_more(
 
 
 @pytest.mark.gpu
-def test_code_that_asks_for_a_result_runs_in_each_microbatch(record: Record) -> None:
-    """A capture that fails left torch's allocator with the memory of graphs."""
+@pytest.mark.parametrize("block", [OnTheHost, NoisyOnTheHost])
+def test_code_that_asks_for_a_result_runs_in_each_microbatch(block: type[Block], record: Record) -> None:
+    """A capture that fails left torch's allocator with the memory of graphs, and generators that refused to draw."""
     if root().type == "cpu":
         pytest.skip("the host records whatever it runs")
-    assert_same(chain_of(OnTheHost))
+    assert_same(chain_of(block))
     assert not record.replayed
     assert "captur" in record.refused["net.blocks.0"]
 

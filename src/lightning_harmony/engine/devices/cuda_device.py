@@ -223,8 +223,6 @@ class CudaDevice(Device):
             return recorder.record(work)
         finally:
             self.records = not recorder.has_failed
-            if recorder.has_failed:
-                self._forget_error()
             taken = max(self._statistic("reserved_bytes") - before, 0)
             self._pool_bytes += taken
             self.recorded_bytes += taken

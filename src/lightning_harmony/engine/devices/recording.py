@@ -113,14 +113,22 @@ class CudaRecorder:
         try:
             graph.capture_end()
         except RuntimeError:
-            self._end_pool()
+            self._end_early()
             raise
 
-    def _end_pool(self) -> None:
-        """The driver has ended a recording early: torch's allocator is to go on with its own memory instead of the graphs'."""
+    def _end_early(self) -> None:
+        """The driver has ended a recording: torch's allocator and generators are to go on as outside of one."""
         self.has_failed = True
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        with suppress(RuntimeError):
+            # The next launch reports what has failed once more.
+            torch.ones(1, device=self._device)
+        # Only a recording that ends well tells generators that it has ended. Until then they refuse to draw.
+        whole = torch.cuda.CUDAGraph()
+        whole.capture_begin(capture_error_mode="relaxed")
+        torch.ones(1, device=self._device)
+        whole.capture_end()
 
 
 class _CudaRecording:
