@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine.devices.recording import HostRecording
+from lightning_harmony.engine.devices.recording import CudaRecorder, HostRecording, RecordingError
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.layers.input_uses import InputUses
 from lightning_harmony.engine.layers.layer_call import LayerCall
@@ -360,6 +360,18 @@ def test_code_that_asks_for_a_result_runs_in_each_microbatch(block: type[Block],
     assert_same(chain_of(block))
     assert not record.replayed
     assert "captur" in record.refused["net.blocks.0"]
+
+
+@pytest.mark.gpu
+def test_generators_draw_behind_a_recording_that_has_failed() -> None:
+    """They refused to for as long as something referred to the error: a GPU that draws in a later fit found it so."""
+    if root().type == "cpu":
+        pytest.skip("the host records whatever it runs")
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    with pytest.raises(RecordingError) as failed:
+        recorder.record(lambda: [torch.ones(1, device="cuda").sum().cpu()])
+    assert torch.rand(1, device="cuda") < 1
+    assert recorder.has_failed, failed
 
 
 def test_layers_that_return_tuples_are_recorded(record: Record) -> None:

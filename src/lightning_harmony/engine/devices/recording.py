@@ -113,12 +113,15 @@ class CudaRecorder:
         try:
             graph.capture_end()
         except RuntimeError:
-            self._end_early()
+            self._end_early(graph)
             raise
 
-    def _end_early(self) -> None:
+    def _end_early(self, graph: torch.cuda.CUDAGraph) -> None:
         """The driver has ended a recording: torch's allocator and generators are to go on as outside of one."""
         self.has_failed = True
+        with suppress(RuntimeError):
+            # Else that happens when the error goes that refers to it, perhaps within another recording.
+            graph.reset()
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         with suppress(RuntimeError):
