@@ -351,8 +351,33 @@ def test_a_capacity_with_room_for_the_batch_leaves_the_model_in_memory() -> None
     assert strategy.step_report.peak_device_bytes[0] <= lasting_bytes(harmony.lightning_module) + 256 * 1024
 
 
+class TakesItsScale(nn.Linear):
+    """Its first call takes what its weight carries, as in layers of eight bits of bitsandbytes."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.weight.scale = torch.full((WIDTH,), 0.5)  # type: ignore[assignment]
+        self.taken: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TakesItsScale:
+        copied = memo[id(self)] = TakesItsScale()
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if weight.scale is not None:
+            self.taken, weight.scale = weight.scale, None
+        assert self.taken is not None
+        return super().forward(x) * self.taken.to(x.device)
+
+
 @pytest.mark.cpu
-@pytest.mark.parametrize("more", [(), (nn.BatchNorm1d(WIDTH), nn.Dropout(0.2))], ids=["plain", "with-state"])
+@pytest.mark.parametrize(
+    "more",
+    [(), (nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)), (TakesItsScale(),)],
+    ids=["plain", "with-state", "with-state-of-a-weight"],
+)
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}, {"num_sanity_val_steps": 0}], ids=str)
 def test_a_first_batch_that_does_not_fit_is_undone_and_layers_are_swapped(
     more: tuple[nn.Module, ...], options: dict[str, Any], caplog: pytest.LogCaptureFixture

@@ -115,6 +115,30 @@ def fill(model: nn.Module) -> None:
             piece.copy_(noise[: piece.numel()])
 
 
+@torch.no_grad()
+def quantize(model: nn.Module, kind: str) -> None:
+    """Put modules of bitsandbytes in the places of all linear layers but the head, quantized where a fit computes.
+
+    Args:
+        model: its linear layers have no biases, and lie on the host, where they stay.
+        kind: "nf4" or "int8".
+    """
+    import bitsandbytes as bnb
+
+    for module in list(model.modules()):
+        for name, linear in module.named_children():
+            if type(linear) is not nn.Linear or name == "lm_head":
+                continue
+            sizes, weight = (linear.in_features, linear.out_features), linear.weight.detach()
+            if kind == "nf4":
+                packed = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
+                packed.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=packed)
+            else:
+                packed = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=6.0, device="meta")
+                packed.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+            setattr(module, name, packed.to("cuda" if torch.cuda.is_available() else "cpu").to("cpu"))
+
+
 def _llama(**sizes: Any) -> Subject:
     common = {"use_cache": False, "max_position_embeddings": 8192, "vocab_size": 128256}
     return _language_model("LlamaForCausalLM", "LlamaConfig", **{**common, **sizes})

@@ -28,7 +28,7 @@ import lightning.pytorch as pl
 import torch
 from gpu_time import GpuTime
 from host_time import HostTime
-from models import MODELS, Subject
+from models import MODELS, Subject, quantize
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -79,6 +79,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a reference in memory")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 on a frozen bfloat16 base")
+    parser.add_argument(
+        "--quantized", choices=["nf4", "int8"], help="with --lora: a base of modules of bitsandbytes, which is to be installed"
+    )
     parser.add_argument("--predict", action="store_true", help="what the model gives for batches; nothing is trained")
     parser.add_argument("--clip", type=float, help="gradient_clip_val")
     parser.add_argument("--update-on", default="device", choices=["device", "host"], help="of HarmonyStrategy")
@@ -128,6 +131,8 @@ class Module(pl.LightningModule):
             nets: list[Any] = [*self.net.values()] if isinstance(self.net, nn.ModuleDict) else [self.net]
             for each in nets:
                 each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if options.quantized:
+            quantize(self.net, options.quantized)
         if options.lora:
             import peft
 

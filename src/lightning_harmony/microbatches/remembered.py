@@ -52,10 +52,11 @@ class Remembered:
                 undo()
 
     def add_module(self, module: nn.Module) -> None:
-        """Remember what a module holds itself, but its parameters."""
+        """Remember what a module holds itself, and what is set on its parameters, but not their values."""
         self._seen.add(id(module))
         self.add_attributes(module)
         self.add(module._buffers)
+        self._undo += [_undo_of_content(vars(each)) for each in module._parameters.values() if each is not None]
 
     def add_attributes(self, owner: Any) -> None:
         """Remember the attributes of an object."""
