@@ -131,7 +131,9 @@ def quantize(model: nn.Module, kind: str) -> None:
                 continue
             sizes, weight = (linear.in_features, linear.out_features), linear.weight.detach()
             if kind == "nf4":
-                packed = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
+                packed = bnb.nn.Linear4bit(
+                    *sizes, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
+                )
                 packed.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=packed)
             else:
                 packed = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=6.0, device="meta")

@@ -80,7 +80,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a reference in memory")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 on a frozen bfloat16 base")
     parser.add_argument(
-        "--quantized", choices=["nf4", "int8"], help="with --lora: a base of modules of bitsandbytes, which is to be installed"
+        "--quantized",
+        choices=["nf4", "int8"],
+        help="with --lora: a base of modules of bitsandbytes, which is to be installed",
     )
     parser.add_argument("--predict", action="store_true", help="what the model gives for batches; nothing is trained")
     parser.add_argument("--clip", type=float, help="gradient_clip_val")
