@@ -208,11 +208,6 @@ class OnTheHost(Block):
         return super().forward(x) if float(x.detach().sum()) > 0 else super().forward(-x)
 
 
-class NoisyOnTheHost(OnTheHost):
-    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        return nn.functional.dropout(super().forward(x), 0.3)
-
-
 class WithAFunction(Block):
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         return super().forward(x) + chains.InAFunction.Own.apply(x)
@@ -352,12 +347,11 @@ def test_code_that_is_not_reproducible_is_recorded_if_that_differs_no_more(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("block", [OnTheHost, NoisyOnTheHost])
-def test_code_that_asks_for_a_result_runs_in_each_microbatch(block: type[Block], record: Record) -> None:
-    """A capture that fails left torch's allocator with the memory of graphs, and generators that refused to draw."""
+def test_code_that_asks_for_a_result_runs_in_each_microbatch(record: Record) -> None:
+    """A capture that fails left torch's allocator with the memory of graphs."""
     if root().type == "cpu":
         pytest.skip("the host records whatever it runs")
-    assert_same(chain_of(block))
+    assert_same(chain_of(OnTheHost))
     assert not record.replayed
     assert "captur" in record.refused["net.blocks.0"]
 
@@ -369,7 +363,7 @@ def test_generators_draw_behind_a_recording_that_has_failed() -> None:
         pytest.skip("the host records whatever it runs")
     recorder = CudaRecorder(torch.device("cuda", 0))
     with pytest.raises(RecordingError) as failed:
-        recorder.record(lambda: [torch.ones(1, device="cuda").sum().cpu()])
+        recorder.record(lambda: [torch.ones(int(torch.ones(1, device="cuda")))])
     assert torch.rand(1, device="cuda") < 1
     assert recorder.has_failed, failed
 

@@ -373,6 +373,28 @@ class TakesItsScale(nn.Linear):
 
 
 @pytest.mark.cpu
+def test_a_model_that_turns_out_too_large_while_it_is_moved_is_swapped() -> None:
+    """Some layers of bitsandbytes have their weights twice on the device for as long as they move."""
+
+    class Grows(Model):
+        has_moved = False
+
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            if not self.has_moved:
+                self.has_moved = True
+                raise torch.OutOfMemoryError
+            return super().to(*args, **kwargs)
+
+    grows, module = Grows(), Model()
+    grows.load_state_dict(module.state_dict())
+    plain = fit(module, "auto", samples(), BATCH)
+    strategy = HarmonyStrategy(num_microbatches=1)
+    harmony = fit(grows, strategy, samples(), BATCH)
+    assert strategy.plan is not None
+    assert_equal(plain, harmony)
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     "more",
     [(), (nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)), (TakesItsScale(),)],

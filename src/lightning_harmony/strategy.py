@@ -23,7 +23,7 @@ from lightning_harmony.fit.checkpoints import WholeStates
 from lightning_harmony.fit.device_memory import DoesNotFit, LastingBytes, fits
 from lightning_harmony.fit.in_memory import InMemory
 from lightning_harmony.fit.loop_ends import LoopEnds
-from lightning_harmony.fit.moves import move_companions, move_to_host, move_unregistered
+from lightning_harmony.fit.moves import move_to_host, move_unregistered, moved_to_device
 from lightning_harmony.fit.nodes import average_behind, take_from_first_node
 from lightning_harmony.fit.state_aside import move_optimizer_state
 from lightning_harmony.fit.swapped import Swapped
@@ -215,9 +215,10 @@ class StrategyMixin(WholeStates):
         trains, has_optimizers = trainer.state.fn == "fit", False
         if trains:
             self._torn = None
-        if self._may_be_in_memory(devices) and fits(LastingBytes.of(self._module, [] if trains else None), devices):
-            move_companions(self._module, self.root_device)
-            self.model.to(self.root_device)
+        may_fit = self._may_be_in_memory(devices) and fits(
+            LastingBytes.of(self._module, [] if trains else None), devices
+        )
+        if may_fit and moved_to_device(self._module, self.model, self.root_device):
             if trains:
                 self.setup_optimizers(trainer)
                 has_optimizers = True

@@ -55,6 +55,22 @@ def move_companions(module: nn.Module, device: torch.device) -> None:
         each.move(device)
 
 
+def moved_to_device(module: nn.Module, model: nn.Module, device: torch.device) -> bool:
+    """Move a model to a device; whether there was room for all that its modules bring, such as copies of their own.
+
+    Args:
+        module: the user's.
+        model: that, or what has it.
+        device: where to.
+    """
+    try:
+        move_companions(module, device)
+        model.to(device)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
 def companions_of(module: nn.Module) -> list[Companions]:
     """The companions of a model's parameters.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import methodcaller
@@ -23,6 +23,7 @@ from lightning_harmony.engine.layers.call_weights import (
     second_backward,
 )
 from lightning_harmony.engine.layers.changed_weights import DifferentiatesError, WeightsBefore
+from lightning_harmony.engine.layers.contexts import Contexts
 from lightning_harmony.engine.layers.narrow import CastWatch
 from lightning_harmony.engine.layers.narrow_weight import really
 from lightning_harmony.engine.layers.owned_results import OwnedResults
@@ -33,7 +34,6 @@ from lightning_harmony.engine.layers.saved_tensors import (
     SavedTensor,
     Saves,
     drop,
-    functions_before_saves,
     refuse_hooks_of_others,
 )
 from lightning_harmony.engine.memory.tensor_class import parameter_like
@@ -85,7 +85,7 @@ class LayerCall:
     def __init__(self, original: OwnForward, runtime: Runtime, anchor: Tensor) -> None:
         self.layer, self._original, self._is_compiled = original
         self.runtime = runtime
-        self._saves, self._anchor = Saves(), anchor
+        self._saves, self._contexts, self._anchor = Saves(), Contexts(), anchor
         self._with_graph = torch.is_grad_enabled()
         self._weights = CallWeights(
             self.layer, runtime, anchor, is_compiled=self._is_compiled, with_graph=self._with_graph
@@ -247,26 +247,22 @@ class LayerCall:
                 for attributes, names in left.changes_since(self._recompute.attributes):
                     self.runtime.note_set(attributes, names)
             owned.attributes(left)
-        result = owned.value(result)
+        returned, result = result, owned.value(result)
         if self._with_graph:
-            self._open_before([*tensors_of(result), *(left.tensors().values() if left is not None else ())])
+            made = [*tensors_of(result), *(left.tensors().values() if left is not None else ())]
+            ends = {tensor.grad_fn for tensor in self._arguments.tensors}
+            self._contexts.find(self.layer, returned, made, ends, self._open_before_node, is_compiled=self._is_compiled)
+            if not self._keeps:
+                self._contexts.clear()
         return result
-
-    def _open_before(self, made: Iterable[Tensor]) -> None:
-        """Let a backward open the call where it comes from what the call made to code of the layer's that asks for no tensor.
-
-        A function of the layer's code may keep an object that has companions, or run modules again, and may save nothing.
-        """
-        arguments = {tensor.grad_fn for tensor in self._arguments.tensors}
-        nodes: set[Any] = {tensor.grad_fn for tensor in made} - arguments - {None}
-        for node in nodes if self.layer.companions else functions_before_saves(nodes, arguments):
-            node.register_prehook(self._open_before_node)
 
     def _open_before_node(self, gradients: Any) -> None:
         if torch.is_grad_enabled():
             raise double_backward(self.layer)
         with self.runtime.calling():
             self.enter()
+            if self._contexts.are_absent:
+                self._refill()
 
     # ---- narrow weights ------------------------------------------------------------------------------------------------
 
@@ -301,6 +297,7 @@ class LayerCall:
         """Let the graph go: the backward will recompute."""
         self._keeps = False
         self._saves.clear()
+        self._contexts.clear()
 
     def open(self, saved: SavedTensor | None = None) -> None:
         """A backward has come to the call, and asks for a saved tensor, or for a weight: that is where the weights are."""
@@ -348,6 +345,7 @@ class LayerCall:
             self._weights.forget_uses()
             del self.residency
             self._saves.clear()
+            self._contexts.clear()
             if self.runtime.is_last_backward():
                 if self._is_announced:
                     self.runtime.end_backward(self.layer)
@@ -361,9 +359,11 @@ class LayerCall:
         if self._is_over:
             raise second_backward(self.layer)
         weights, running = self._found.again(self.residency), self.runtime.surroundings.running(self.residency)
+        run = self._contexts.noting(partial(self._recompute.run, self.residency, self._run, True))
         with weights, running, self.runtime.measuring_graph(self.layer), torch.enable_grad():
-            run = partial(self._recompute.run, self.residency, self._run, True)
-            if not self._saves.fill(run, is_compiled=self._is_compiled, keeps=self.layer.differentiates):
+            is_compiled, keeps, to_end = self._is_compiled, self.layer.differentiates, self._contexts.are_absent
+            is_same = self._saves.fill(run, is_compiled=is_compiled, keeps=keeps, to_end=to_end)
+            if not (is_same and self._contexts.fill()):
                 raise _other_saves(self.layer)
         self._recompute.fill_again(self._saves)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,18 +89,21 @@ class Saves:
         for saved in self.alive():
             saved.content = None
 
-    def fill(self, run: Callable[[], Any], *, is_compiled: bool = False, keeps: bool = False) -> bool:
+    def fill(
+        self, run: Callable[[], Any], *, is_compiled: bool = False, keeps: bool = False, to_end: bool = False
+    ) -> bool:
         """Bring all by a recompute, which ends with the last one.
 
         Args:
             run: the call, once more.
             is_compiled: whether it is one of compiled code.
             keeps: whether its graph keeps what it saves: the code differentiates that itself.
+            to_end: whether it goes on behind the last one, for what it makes besides.
 
         Returns:
             Whether it saved what the call had saved.
         """
-        filling = _Filling([None if place is None else place() for place in self._places])
+        filling = _Filling([None if place is None else place() for place in self._places], to_end=to_end)
         # Code that a compiler leaves to Python would have it traced.
         take = torch.compiler.disable(filling.take) if is_compiled else filling.take
         hooks = (filling.take_and_keep, _as_it_is) if keeps else (take, _refuse)
@@ -110,16 +112,16 @@ class Saves:
                 run()
         # User code may have caught it, or wrapped it in an error of its own.
         except (Filled, Exception):
-            if not filling.is_over:
+            if not filling.is_over or (to_end and filling.is_full):
                 raise
         return filling.is_full
 
 
 class _Filling:
-    def __init__(self, places: list[SavedTensor | None]) -> None:
+    def __init__(self, places: list[SavedTensor | None], *, to_end: bool) -> None:
         while places and places[-1] is None:
             places.pop()
-        self._remaining = places[::-1]
+        self._remaining, self._to_end = places[::-1], to_end
         self.is_over, self.is_full = not places, not places
 
     def take(self, tensor: Tensor) -> None:
@@ -129,13 +131,19 @@ class _Filling:
         would keep the layer's weights with it.
         """
         if self.is_over:
-            raise Filled
+            self._end()
+            return
         with DisableTorchFunction():
             tensor = detached(tensor)
         place = self._remaining.pop()
         is_right = place is None or place.fill(tensor)
         if not (is_right and self._remaining):
             self.is_over, self.is_full = True, is_right
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing more has to be taken."""
+        if not (self._to_end and self.is_full):
             raise Filled
 
     def take_and_keep(self, tensor: Tensor) -> Tensor:
@@ -179,37 +187,6 @@ def checkpoint_around() -> tuple[Any, bool]:
         return None, False
     name = str(getattr(hooks[0], "__qualname__", "")).partition(".")[0]
     return (hooks[0] if name in ("_checkpoint_hook", "_recomputation_hook") else None), name == "_recomputation_hook"
-
-
-def functions_before_saves(nodes: Iterable[Any], ends: Collection[Any]) -> list[Any]:
-    """The nodes of users' autograd functions that a backward may come to before it asks for any saved tensor.
-
-    Args:
-        nodes: where the backward begins.
-        ends: where it ends.
-    """
-    remaining, seen, found = list(nodes), {None, *ends}, []
-    while remaining:
-        node = remaining.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        kind: Any = type(node)
-        if isinstance(node, torch._C._FunctionBase):
-            if kind._forward_cls.__module__.partition(".")[0] == _OURS:
-                continue
-            found.append(node)
-        elif _saves(kind):
-            continue
-        remaining += [behind for behind, _ in node.next_functions]
-    return found
-
-
-@cache
-def _saves(kind: type) -> bool:
-    """Whether nodes of a class save tensors in any case: those of products with numbers do not."""
-    is_product = kind.__name__ in ("MulBackward0", "DivBackward0")
-    return not is_product and any(name.startswith("_raw_saved") for name in dir(kind))
 
 
 def drop(tensor: Tensor) -> None:

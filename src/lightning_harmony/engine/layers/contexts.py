@@ -1,0 +1,188 @@
+"""Contexts of users' autograd functions: what they keep beside what they save is absent between the passes, too."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_harmony.engine.memory.stash import is_small
+from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.structures.tree import flatten
+
+_OURS = __name__.partition(".")[0]
+
+
+class Contexts:
+    """What the functions of a call keep on their contexts, as those of bitsandbytes keep packed weights.
+
+    Absent after the call unless the graph is kept; a recompute brings it.
+    """
+
+    def __init__(self) -> None:
+        self._begin = _next_number()
+        # In the order in which they are found from what the call returns.
+        self._functions: list[_Function] = []
+        self._again: list[Any] = []
+
+    @property
+    def are_absent(self) -> bool:
+        """Whether a recompute has to bring something."""
+        return any(function.absent for function in self._functions)
+
+    def find(
+        self,
+        layer: SwappedLayer,
+        returned: Any,
+        made: Iterable[Tensor],
+        ends: Collection[Any],
+        open: Callable[[Any], None],
+        *,
+        is_compiled: bool,
+    ) -> None:
+        """Find the call's functions, and open the call before a backward comes to one that may ask for no saved tensor.
+
+        A function of a layer's code may keep an object that has companions, or run modules again, and may save nothing.
+
+        Args:
+            layer: what is called. Most call no functions, and are not looked at for long.
+            returned: what the call returns.
+            made: the tensors in that, and others that it leaves.
+            ends: the nodes of those that it is called with.
+            open: opens the call.
+            is_compiled: whether the layer is compiled. What its functions keep is not looked at.
+        """
+        nodes: set[Any] = {tensor.grad_fn for tensor in made}.difference(ends, {None})
+        for node in nodes if layer.companions else _functions_before_saves(nodes, ends):
+            node.register_prehook(open)
+        may_call = layer.calls_functions or layer.attributes.are_first_calls
+        if is_compiled or layer.differentiates or not may_call:
+            return
+        for node in _functions_between(flatten(returned)[0], ends, self._begin):
+            layer.calls_functions = True
+            node.register_prehook(open)
+            self._functions.append(_Function(node))
+
+    def clear(self) -> None:
+        """Let go of what takes memory."""
+        for function in self._functions:
+            function.clear()
+
+    def noting(self, run: Callable[[], Any]) -> Callable[[], None]:
+        """What runs the call once more, and notes the functions that it calls if something of theirs is absent."""
+
+        def noted() -> None:
+            begin, result = _next_number(), run()
+            if self.are_absent:
+                self._again = _functions_between(flatten(result)[0], (), begin)
+
+        return noted
+
+    def fill(self) -> bool:
+        """Take what the functions of a recompute keep; whether they are the same functions."""
+        again, self._again = self._again, []
+        if not self.are_absent:
+            return True
+        is_same = len(again) == len(self._functions)
+        return is_same and all(one.fill(other) for one, other in zip(self._functions, again, strict=True))
+
+
+class _Function:
+    """A node of a function, which its graph alone keeps.
+
+    Attributes:
+        absent: what was on its context, if others keep it, too.
+    """
+
+    def __init__(self, node: Any) -> None:
+        self._node = weakref.ref(node)
+        self.absent: dict[str, Callable[[], Any]] = {}
+
+    def clear(self) -> None:
+        """Let go of what takes memory. What is small stays, as numbers do, and lists, to which others may refer."""
+        kept = vars(node) if (node := self._node()) is not None else {}
+        for name in [name for name, value in kept.items() if _takes_memory(value)]:
+            value = kept.pop(name)
+            self.absent[name] = _nothing if isinstance(value, tuple) else weakref.ref(value)
+
+    def fill(self, other: Any) -> bool:
+        """Take what the same function keeps in a recompute; whether it is the same one."""
+        absent, self.absent = self.absent, {}
+        if (node := self._node()) is None:
+            return True
+        again = vars(other)
+        if type(node) is not type(other) or not absent.keys() <= again.keys():
+            return False
+        for name, before in absent.items():
+            value = before()
+            setattr(node, name, again[name] if value is None else value)
+        return True
+
+
+def _nothing() -> None:
+    return None
+
+
+def _next_number() -> int:
+    """What autograd numbers the next node with that this thread makes."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def _functions_before_saves(nodes: Iterable[Any], ends: Collection[Any]) -> list[Any]:
+    """The nodes of users' autograd functions that a backward may come to before it asks for any saved tensor."""
+    remaining, seen, found = list(nodes), {None, *ends}, []
+    while remaining:
+        node = remaining.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch._C._FunctionBase):
+            if _is_ours(node):
+                continue
+            found.append(node)
+        elif _saves(node.__class__):
+            continue
+        remaining += [behind for behind, _ in node.next_functions]
+    return found
+
+
+def _functions_between(made: Iterable[Any], ends: Collection[Any], begin: int) -> list[Any]:
+    """The nodes of users' autograd functions between tensors and ends, of those nodes that were made from a number on."""
+    remaining = [each.grad_fn for each in made if isinstance(each, Tensor)]
+    seen, found = {None, *ends}, list[Any]()
+    while remaining:
+        node: Any = remaining.pop()
+        if node in seen or node._sequence_nr() < begin:
+            continue
+        seen.add(node)
+        if isinstance(node, torch._C._FunctionBase) and not _is_ours(node):
+            found.append(node)
+        remaining += [behind for behind, _ in node.next_functions]
+    return found
+
+
+def _is_ours(node: Any) -> bool:
+    return bool(type(node)._forward_cls.__module__.partition(".")[0] == _OURS)
+
+
+@cache
+def _saves(kind: type) -> bool:
+    """Whether nodes of a class save tensors in any case: those of products with numbers do not."""
+    is_product = kind.__name__ in ("MulBackward0", "DivBackward0")
+    return not is_product and any(name.startswith("_raw_saved") for name in dir(kind))
+
+
+def _takes_memory(value: Any) -> bool:
+    """Whether it is a tensor that is not small, or a tuple or an object that has one."""
+    if isinstance(value, Tensor):
+        return not is_small(value)
+    is_tuple = isinstance(value, tuple)
+    # It must be told whether others refer to an object.
+    if not (is_tuple or type(value).__weakrefoffset__):
+        return False
+    held = value if is_tuple else getattr(value, "__dict__", {}).values()
+    return any(isinstance(each, Tensor) and not is_small(each) for each in held)
