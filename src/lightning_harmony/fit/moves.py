@@ -56,7 +56,7 @@ def move_companions(module: nn.Module, device: torch.device) -> None:
 
 
 def moved_to_device(module: nn.Module, model: nn.Module, device: torch.device) -> bool:
-    """Move a model to a device; whether there was room for all that its modules bring, such as copies of their own.
+    """Move a model to a device, or back; whether there was room for all that its modules bring, such as copies of their own.
 
     Args:
         module: the user's.
@@ -67,6 +67,7 @@ def moved_to_device(module: nn.Module, model: nn.Module, device: torch.device) -
         move_companions(module, device)
         model.to(device)
     except torch.OutOfMemoryError:
+        model.to(_HOST)
         return False
     return True
 

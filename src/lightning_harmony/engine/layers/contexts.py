@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_harmony.engine.memory.stash import is_small
+from lightning_harmony.engine.memory.stash import SMALLEST_BYTES
 from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.engine.structures.tree import flatten
 
 _OURS = __name__.partition(".")[0]
@@ -177,12 +178,17 @@ def _saves(kind: type) -> bool:
 
 
 def _takes_memory(value: Any) -> bool:
-    """Whether it is a tensor that is not small, or a tuple or an object that has one."""
-    if isinstance(value, Tensor):
-        return not is_small(value)
+    """Whether it is a tensor with memory that is not small, or a tuple or an object that has one."""
     is_tuple = isinstance(value, tuple)
     # It must be told whether others refer to an object.
     if not (is_tuple or type(value).__weakrefoffset__):
         return False
-    held = value if is_tuple else getattr(value, "__dict__", {}).values()
-    return any(isinstance(each, Tensor) and not is_small(each) for each in held)
+    held = value if is_tuple else (value, *getattr(value, "__dict__", {}).values())
+    return any(isinstance(each, Tensor) and _has_memory(each) for each in held)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether it keeps memory that is not small. A small weight lies in that of its pack."""
+    if tensor.layout is not torch.strided or is_composed(tensor):
+        return True
+    return tensor.untyped_storage().nbytes() >= SMALLEST_BYTES
