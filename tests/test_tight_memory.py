@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_harmony import CapacityError, HarmonyStrategy
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from support.same_training import Net, Reports, compare, train_harmony, train_plain
 
 # The capacity of virtual devices.
@@ -136,3 +138,44 @@ def test_less_than_the_first_step_takes_is_refused_in_it() -> None:
     with pytest.raises(CapacityError, match="exceeds the capacity"):
         train_harmony(module, samples, strategy, BATCH_SIZE, with_gradients=False)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+class RunsOut(Layered):
+    """Its third step runs out of memory if its microbatches take turns, as where a GPU's memory lies in pieces.
+
+    Args:
+        times: how often.
+    """
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.left = times
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if threading.current_thread().name.startswith("harmony-lane") and self.left:
+            self.left -= 1
+            raise torch.OutOfMemoryError
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_turns_that_run_out_of_memory_are_planned_with_less_and_taken_again(
+    times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They ended for good, and each microbatch had all layers swapped in."""
+    left = iter([700 * 1024])
+
+    def shrink(device: VirtualDevice) -> bool:
+        device.capacity_bytes = next(left, None) or device.capacity_bytes
+        return times == 1
+
+    monkeypatch.setattr(VirtualDevice, "note_shortage", shrink)
+    tokens = torch.randint(VOCABULARY, (4 * BATCH_SIZE, LENGTH), generator=torch.Generator().manual_seed(0))
+    plain = train_plain(Net(Layered()), tokens, 4, BATCH_SIZE)
+    strategy = HarmonyStrategy(device_memory=720 * 1024, num_microbatches=4)
+    with caplog.at_level("INFO"):
+        harmony = train_harmony(Net(RunsOut(times)), tokens, strategy, BATCH_SIZE, with_gradients=False)
+    compare(plain, harmony)
+    assert ("one after the other" in caplog.text) == (times == 2)
+    assert strategy.profile is not None
+    assert strategy.profile.machine.capacity_bytes == 700 * 1024

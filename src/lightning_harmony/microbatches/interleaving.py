@@ -168,7 +168,10 @@ class Interleaving:
                 f"microbatches took turns in a step, while {late}, and what they have changed cannot be taken back: use "
                 "HarmonyStrategy(num_microbatches=1), or pass it to layers as an argument"
             )
+        is_planned_anew = isinstance(error, CapacityError) and engine.note_shortage()
         self._run_microbatches(forward, sizes)
+        if is_planned_anew:
+            return
         if isinstance(error, CapacityError):
             self.end(f"they do not fit together ({error})", len(sizes), "use smaller batches, or more memory")
         elif (error is not None or passes_on is not None or late in self._causes_of_repeats) and self.hazard is None:

@@ -24,6 +24,9 @@ from lightning_harmony.engine.devices.stream import (
 )
 from lightning_harmony.engine.devices.touched_memory import touched_buffer
 
+# So often plans that turn out to take too much are made with less, before microbatches run one after the other.
+_MOST_SHORTAGES = 2
+
 
 class CudaDevice(Device):
     """One GPU.
@@ -66,6 +69,7 @@ class CudaDevice(Device):
         self._outgoing = CudaStream(torch_device)
         self._peak_bytes = self._peak_reserved_bytes = self._pool_bytes = 0
         self._recorder: CudaRecorder | None = None
+        self._num_shortages = 0
 
     @classmethod
     def within(cls, torch_device: torch.device, limit_bytes: int | None, *, is_one_of_several: bool) -> CudaDevice:
@@ -89,6 +93,14 @@ class CudaDevice(Device):
             return False
         self.capacity_bytes = found.capacity_bytes
         bound_reserved_memory(self.torch_device, found.reserved_bytes)
+        return True
+
+    def note_shortage(self) -> bool:
+        """Plans get a sixteenth less, twice at most."""
+        if self.capacity_bytes is None or self._num_shortages == _MOST_SHORTAGES:
+            return False
+        self._num_shortages += 1
+        self.capacity_bytes -= self.capacity_bytes // 16
         return True
 
     def close(self) -> None:

@@ -127,6 +127,14 @@ class Device(ABC):
         """Kernels of all kinds have run: see what these have left of the capacity. Whether it is less than before."""
         return False
 
+    def note_shortage(self) -> bool:
+        """There was too little memory for turns that a plan had found room for: whether plans get less from now on.
+
+        They do where memory in pieces, or work that takes more than was seen, may have been the cause, and one that is made
+        with less may fit.
+        """
+        return False
+
     @abstractmethod
     def watch_peak(self) -> Callable[[], int]:
         """Start to watch a peak; calling the result gives the most that was allocated since."""

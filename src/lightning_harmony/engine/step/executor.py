@@ -92,7 +92,8 @@ class Executor:
 
     def __post_init__(self) -> None:
         self._cuda_devices = [d.torch_device.index for d in self.devices if isinstance(d.torch_device.index, int)]
-        self.has_succeeded, self._evaluated_elements = False, -1
+        self.has_succeeded = self._is_short = False
+        self._evaluated_elements = -1
         self.step_plan = self.plan
 
     @property
@@ -315,8 +316,9 @@ class Executor:
             is_cast=observer.has_seen_casts,
             is_timed=observer.is_timing,
             is_narrow=observer.has_seen_narrow,
-            has_shrunk=not self.has_succeeded and sum(device.note_kernels() for device in self.devices) > 0,
+            has_shrunk=self._is_short or (not self.has_succeeded and sum(d.note_kernels() for d in self.devices) > 0),
         )
+        self._is_short = False
         if observer.is_profiling:
             self.recordings.set_aside(self._model.layers, lambda layer: observer.work.bytes([layer], Phase.BACKWARD))
             observer.work.occupied_bytes = [device.allocated_bytes() for device in self.devices]
@@ -357,6 +359,11 @@ class Executor:
             self._runner.abort()
             self.recorder.drop()
             self._reset()
+
+    def note_shortage(self) -> bool:
+        """Turns by a plan ran out of memory: whether those of later steps are to be planned with less, and tried again."""
+        self._is_short = sum(device.note_shortage() for device in self.devices) > 0
+        return self._is_short
 
     def take_back_parameters(self) -> None:
         """After a step that microbatches took turns in was abandoned: make parameters what they were that layers have set."""

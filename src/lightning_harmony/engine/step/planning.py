@@ -184,6 +184,8 @@ class Planner:
                 return self.layer_by_layer(seen.calls)
         if not self.is_planned:
             return self._from_measured(seen) if seen.calls else None
+        if seen.has_shrunk:
+            return self._planned(seen.num_elements, seen.num_microbatches)
         if seen.is_measured:
             # The packs stay, but the graphs of larger microbatches may no longer fit.
             return self._use(self._maker.of_packs(self._plan.packs, self._calls, seen.num_microbatches))
