@@ -16,7 +16,7 @@ from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import UnsupportedModelError
 from support import nets
 from support.device_updates import OPTIMIZERS
-from support.same_training import Net, compare, root, train_harmony, train_plain, trainer_for
+from support.same_training import Net, assert_same_training, compare, root, train_harmony, train_plain, trainer_for
 from support.sampling import combined
 
 STEPS = 3
@@ -241,6 +241,26 @@ def test_a_copy_that_a_step_changes_and_nothing_trains_is_that_of_plain_lightnin
     compare(plain, training)
     said = caplog.text.count("the step changes parameter 'key.")
     assert said == (num_microbatches > 1)
+
+
+@pytest.mark.cpu
+def test_a_copy_that_a_step_changes_takes_no_room_on_the_device_once_it_is_changed() -> None:
+    """All that a step had changed counted there until its end: a net's averages needed as much memory as the net."""
+
+    class Averaging(Net):
+        def __init__(self) -> None:
+            super().__init__(nn.Sequential(*[nn.Linear(nets.WIDTH, nets.WIDTH) for _ in range(24)]))
+            self.copy = copy.deepcopy(self.net)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            for mine, theirs in zip(self.copy.parameters(), self.net.parameters(), strict=True):
+                mine.data = mine.data * 0.9 + theirs.data * 0.1
+            return self.net(batch).square().mean()
+
+    reports = assert_same_training(
+        Averaging(), torch.randn(8 * STEPS, nets.WIDTH), device_memory="16KiB", num_microbatches=1
+    )
+    assert max(reports[-1].peak_device_bytes) < sum(p.nbytes for p in Averaging().copy.parameters())
 
 
 class UsedInAGraph(Momentum):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.checksum import checksum
-from lightning_harmony.engine.structures.operations import Unseen
+from lightning_harmony.engine.structures.operations import Unseen, detached
 
 
 @contextmanager
@@ -21,11 +21,13 @@ def changing(parameter: nn.Parameter, device: torch.device, placement: Placement
     for residents, pack in having:
         residents.swapper.await_update(pack)
     with torch.inference_mode(False), torch.no_grad():
-        there = parameter.detach().to(device, copy=True)
+        there = detached(parameter).to(device, copy=True)
         yield there
-        for residents in placement.residents:
-            residents.swapper.finish_reading()
-        parameter.copy_(there)
+        # The host's memory does not count on a device.
+        with Unseen():
+            for residents in placement.residents:
+                residents.swapper.finish_reading()
+            parameter.copy_(there)
     # What has come meanwhile is as it was.
     for residents, pack in having:
         residents.evict(pack)
