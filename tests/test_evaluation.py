@@ -232,6 +232,24 @@ def test_what_a_split_prediction_draws_does_not_depend_on_the_capacity() -> None
     assert len(rows.unique(dim=0)) == len(rows)
 
 
+@pytest.mark.parametrize("loop", ["validate", "test", "predict"])
+def test_a_step_that_takes_no_number_of_its_batch_is_split_and_each_batch_draws_its_own(loop: str) -> None:
+    """The number was taken for granted: an evaluation that had to be split failed."""
+
+    class Numberless(Evaluated):
+        def validation_step(self, batch: Tensor) -> Tensor:
+            self.drawn.append(torch.rand(len(batch), device=batch.device))
+            return self(batch[:, :-1])
+
+        test_step = predict_step = validation_step
+
+    module = Numberless()
+    module.drawn = []
+    getattr(trainer_for(harmony(**TIGHT)), loop)(module, batches(), **({} if loop == "predict" else {"verbose": False}))
+    assert list(map(len, module.drawn)) == [8] * 24
+    assert len(torch.cat(module.drawn).unique()) == NUM_BATCHES * BATCH_SIZE
+
+
 @dataclass
 class Prediction:
     logits: Tensor

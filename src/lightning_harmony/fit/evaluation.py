@@ -24,6 +24,7 @@ from lightning_harmony.fit.user_steps import num_elements, run_without_backward
 from lightning_harmony.microbatches.interleaving import Interleaving
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.splitting import Samples, Splitting
+from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.settings import Settings
 
@@ -47,7 +48,7 @@ class Evaluation:
         Args:
             name: of the user's step.
             step: runs it.
-            args: the batch and its number, and perhaps that of its data loader.
+            args: the batch, and perhaps its number and that of its data loader.
             kwargs: more of the same.
         """
         elements = num_elements(args)
@@ -101,15 +102,16 @@ class Evaluation:
     def _run_in_microbatches(
         self, name: str, step: Callable[..., Any], samples: Samples, sizes: Sequence[int], args: Any, kwargs: Any
     ) -> Any:
-        batch, batch_number, *rest = args
+        batch, *rest = args
         parts = self.splitting.split(batch, samples, sizes)
         outputs: dict[int, Any] = {}
 
         def run(number: int) -> None:
-            outputs[number] = self._on_root(step(parts[number], batch_number, *rest, **kwargs))
+            outputs[number] = self._on_root(step(parts[number], *rest, **kwargs))
 
-        # No key of a training step: those are not negative.
-        key = (torch.initial_seed(), -1, self.trainer.global_step, batch_number, *rest)
+        # No key of a training step: those are not negative. Not every step takes the number of its batch.
+        batch_number = compat.active_loop(self.trainer).batch_progress.current.ready
+        key = (torch.initial_seed(), -1, self.trainer.global_step, batch_number)
         microbatches = [
             Microbatch(partial(run, number), Fraction(1), stream_seed(*key, number)) for number in range(len(sizes))
         ]
