@@ -612,6 +612,36 @@ def test_the_gradients_of_all_calls_have_the_noise_that_the_last_one_has_drawn_i
     compare(plain, harmony, tolerance=0.0 if num_microbatches == 1 else 1e-6)
 
 
+class Penalized(Bayesian):
+    """Uses the noise between layers, too, before a draw and behind it, as the energy of a Bayesian network does."""
+
+    def __init__(self, num_calls: int) -> None:
+        super().__init__(into_the_buffer)
+        self.num_calls = num_calls
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        loss = self.penalty()
+        for _ in range(self.num_calls):
+            loss = loss + F.mse_loss(self.layers(x), y) + self.penalty()
+        return loss
+
+    def penalty(self) -> Tensor:
+        penalties = [(layer.width[1:] * layer.noise[1:]).square().mean() for layer in self.layers]
+        return torch.stack(penalties).sum()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("num_calls", [1, 3])
+def test_so_have_those_of_code_between_layers_that_uses_the_noise(num_calls: int, num_microbatches: int) -> None:
+    """It was given copies of the buffer, which no later call fills."""
+    plain = train_plain(Net(Penalized(num_calls)), samples(), num_microbatches, 8)
+    strategy = HarmonyStrategy(device_memory=room("64KiB"), num_microbatches=num_microbatches, profile_cache=False)
+    harmony = train_harmony(Net(Penalized(num_calls)), samples(), strategy, 8, with_gradients=False)
+    # Gradients of several uses are added in another order.
+    compare(plain, harmony, tolerance=1e-5)
+
+
 @pytest.mark.cpu
 def test_so_have_those_of_a_kept_graph() -> None:
     plan = Plan(

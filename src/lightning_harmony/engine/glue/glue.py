@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -369,12 +369,12 @@ class Glue:
     def _pack(self, tensor: Tensor) -> Any:
         found = self._runtime.resident_parameter(tensor)
         if found is None:
-            return _Saved(tensor, self._runtime.stash_unchanged(tensor))
+            return _Saved(tensor, self._runtime.stash_unchanged(tensor), self._runtime.filled_since(tensor))
         layer, leaf = found
         layer.is_in_graph = True
         if tensor.dtype != leaf.dtype:
             # Elements of another size, as those of a view of complex numbers.
-            return _Saved(tensor, self._runtime.stash_unchanged(copied(tensor.detach())))
+            return _Saved(tensor, self._runtime.stash_unchanged(copied(tensor.detach())), lambda: None)
         return SavedWeight(tensor, leaf, layer, self._runtime)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -405,15 +405,16 @@ def _refuse_gradients_of(parameter: nn.Parameter, runtime: Runtime) -> Removable
 class _Saved(Versioned):
     """A tensor that autograd saved, in the stash."""
 
-    __slots__ = ("_stashed",)
+    __slots__ = ("_filled_since", "_stashed")
 
-    def __init__(self, tensor: Tensor, stashed: Stashed) -> None:
+    def __init__(self, tensor: Tensor, stashed: Stashed, filled_since: Callable[[], Tensor | None]) -> None:
         super().__init__(tensor, "code between layers")
-        self._stashed = stashed
+        self._stashed, self._filled_since = stashed, filled_since
 
     def load(self) -> Tensor:
         self.refuse_changed()
-        return self._stashed.load()
+        filled = self._filled_since()
+        return self._stashed.load() if filled is None else filled
 
 
 class SavedWeight:

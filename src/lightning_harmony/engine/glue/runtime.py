@@ -87,3 +87,7 @@ class Runtime(Protocol):
     def read_buffer(self, layer: SwappedLayer, key: BufferKey) -> Tensor:
         """A copy of what is in a layer's buffer, for the code between layers or for another layer."""
         return buffer_of(key)
+
+    def filled_since(self, tensor: Tensor) -> Callable[[], Tensor | None]:
+        """What tells the content of a tensor that glue saves, in the backward: of a buffer that calls fill meanwhile."""
+        return lambda: None

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_harmony.engine.lanes.lane import AnyLane, this_thread
+from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer_of
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.operations import Unseen, version_of
 from lightning_harmony.engine.structures.parts import is_composed
+
+LastFilled: TypeAlias = Callable[[], dict[BufferKey, Tensor | None]]
 
 
 @dataclass
@@ -77,6 +81,30 @@ class ReadBuffers:
             with Unseen():
                 copies[key, device] = _Copy(layer, host, version_of(host), made, checksum(made))
         return made
+
+    def filled_since(self, tensor: Tensor, last_filled: LastFilled) -> Callable[[], Tensor | None]:
+        """What tells a backward the content of a tensor that a graph saves, where calls have filled it through `.data` since.
+
+        No version tells of that: the backward of plain PyTorch, where all have the same memory, computes with it.
+
+        Args:
+            tensor: may be a view of the newest copy of a buffer.
+            last_filled: what the calls of the microbatch have filled so, as the last one left it.
+        """
+        copies = self._copies.get(this_thread.lane, {}).items()
+        of = next(((key, copy.tensor) for (key, _), copy in copies if lies_in(tensor, copy.tensor)), None)
+        if of is None or tensor.dtype is not of[1].dtype:
+            return lambda: None
+        first, device = tensor.storage_offset() - of[1].storage_offset(), tensor.device
+        size, stride = tensor.size(), tensor.stride()
+        # So the next call keeps it, though it may be the first.
+        last_filled().setdefault(of[0], None)
+
+        def content() -> Tensor | None:
+            last = last_filled().get(of[0])
+            return None if last is None else last.to(device).as_strided(size, stride, last.storage_offset() + first)
+
+        return content
 
     def refuse_changed(self) -> None:
         """The calling lane has come to its loss or to its end: refuse what it has changed in its copies, and forget them.

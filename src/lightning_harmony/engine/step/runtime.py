@@ -92,8 +92,7 @@ class Runtime:
         progress = self._step.current()
         if progress is None or self.open_call.call is not None:
             return
-        request = self._preparation.turn_on(progress, number)
-        if request is not None:
+        if (request := self._preparation.turn_on(progress, number)) is not None:
             with self.calling():
                 progress.lane.park(request)
 
@@ -136,8 +135,7 @@ class Runtime:
 
     def note_made(self, result: Any) -> None:
         """A layer's code has returned something: what is sent to another device waits for that alone."""
-        progress = None if self._has_one_device else self._step.current()
-        if progress is not None:
+        if not self._has_one_device and (progress := self._step.current()) is not None:
             progress.transfers.launched.note_made(tensors_of(result))
 
     def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
@@ -222,6 +220,10 @@ class Runtime:
                 residents.swapper.finish_write_back(pack)
             return buffer_of(key).detach().to(reader, copy=True)
 
+    def filled_since(self, tensor: Tensor) -> Callable[[], Tensor | None]:
+        """What tells the content of a tensor that glue saves, in the backward: of a buffer that calls fill meanwhile."""
+        return self._step.buffer_copies.filled_since(tensor, self.last_filled)
+
     # ---- parameters that glue uses -------------------------------------------------------------------------------------
 
     def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
@@ -249,8 +251,7 @@ class Runtime:
 
     def give(self, parameter: nn.Parameter) -> None:
         """An autograd function of the user's own is given a parameter."""
-        progress = self._step.current()
-        if progress is not None:
+        if (progress := self._step.current()) is not None:
             progress.given.add(parameter)
 
     def hides_gradients(self) -> bool:
@@ -272,8 +273,7 @@ class Runtime:
 
     def set_gradient_flag(self, parameter: nn.Parameter, stand_in: Tensor, flag: bool) -> bool:
         """The current microbatch says whether a parameter needs gradients; whether one may."""
-        progress = self._step.current()
-        if progress is None:
+        if (progress := self._step.current()) is None:
             return False
         self._step.gradient_flags.set(progress.lane.microbatch, (parameter, stand_in), flag)
         return True
