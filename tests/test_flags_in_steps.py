@@ -73,3 +73,42 @@ def test_a_gradient_that_nobody_expected_is_refused() -> None:
         train_harmony(
             Net(Layers(needed_late, 1)), SAMPLES, HarmonyStrategy(num_microbatches=2), 4, with_gradients=False
         )
+
+
+class SaysSoItself(torch.nn.Linear):
+    """As a head whose prototypes stay as they are in the first epochs."""
+
+    trains = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.requires_grad_(self.trains)
+        self.bias.requires_grad = self.trains
+        return super().forward(x)
+
+
+class WithHead(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        size = SAMPLES.shape[1]
+        self.body = torch.nn.Sequential(*[torch.nn.Linear(size, size) for _ in range(6)])
+        self.head = SaysSoItself(size, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_layer_may_say_of_its_weights_what_is_so() -> None:
+    assert_same_training(Net(WithHead()), SAMPLES, device_memory="12KiB")
+
+
+@pytest.mark.parametrize("was_trained", [False, True])
+def test_a_layer_that_changes_in_its_forward_whether_its_weights_are_trained_is_refused(was_trained: bool) -> None:
+    """One that was frozen before stayed as it was, without a word."""
+    module = Net(WithHead())
+    module.net.head.requires_grad_(was_trained)
+    module.net.head.trains = not was_trained
+    strategy = HarmonyStrategy(device_memory="12KiB", num_microbatches=1, profile_cache=False)
+    with pytest.raises(
+        UnsupportedModelError, match="changes in its forward whether one of its parameters needs gradients"
+    ):
+        train_harmony(module, SAMPLES, strategy, 8, with_gradients=False)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.layers.call_weights import CallWeights
 from lightning_harmony.engine.layers.runtime import Runtime
-from lightning_harmony.engine.model.layer import DataAssignedError, SwappedLayer
+from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.model.resident_weight import DataAssignedError
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, parts_of

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.recording import RecordingError
 from lightning_harmony.engine.memory.tensor_class import parameter_like
-from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, make_resident
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.model.resident_weight import make_resident
 from lightning_harmony.engine.structures.operations import Unseen, viewed
 from lightning_harmony.engine.structures.strides import compact, restore
 

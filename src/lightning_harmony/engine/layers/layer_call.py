@@ -40,12 +40,11 @@ from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.derived import keeping_derived
 from lightning_harmony.engine.model.layer import (
     BufferKey,
-    DataAssignedError,
     OwnCodeOf,
     SwappedLayer,
-    make_resident,
 )
 from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.model.resident_weight import DataAssignedError, make_resident
 from lightning_harmony.engine.structures.parts import are_equal
 from lightning_harmony.engine.structures.tree import flatten, tensors_of
 from lightning_harmony.errors import UnsupportedModelError

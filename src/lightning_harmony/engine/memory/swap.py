@@ -15,7 +15,7 @@ from lightning_harmony.engine.memory.file_reads import FileReads
 from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import ALONE, HostStore, Slot, lay_out, num_users, views_in
-from lightning_harmony.engine.model.layer import BufferKey, buffer_of, make_resident, set_host_buffer
+from lightning_harmony.engine.model.layer import BufferKey, buffer_of, set_host_buffer
 from lightning_harmony.engine.model.pack import (
     LeavingBuffers,
     Masters,
@@ -23,6 +23,7 @@ from lightning_harmony.engine.model.pack import (
     Staging,
     SwappedPack,
 )
+from lightning_harmony.engine.model.resident_weight import make_resident
 from lightning_harmony.engine.structures.parts import are_alike, data_of, made_of, num_bytes_of, parts_of
 from lightning_harmony.engine.structures.strides import is_expanded
 from lightning_harmony.engine.updates.disk_home import DiskHome

@@ -6,8 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
-from types import new_class
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.model.attributes import AttributesOfLayer
-from lightning_harmony.engine.model.companions import Companions, changes_data
+from lightning_harmony.engine.model.companions import Companions
 from lightning_harmony.engine.model.derived import derived_weights
 from lightning_harmony.engine.model.parameter_places import Place, containers_of, places_of
 from lightning_harmony.engine.structures.operations import version_of
@@ -49,53 +47,6 @@ def _is_its_own(place: Place) -> bool:
 def _tensors_of(key: BufferKey) -> dict[str, Any]:
     """The tensors of a module among which one is."""
     return key[0]._parameters if isinstance(key, ParameterKey) else key[0]._buffers
-
-
-class DataAssignedError(UnsupportedModelError):
-    """Code assigns to the data of a weight on a device.
-
-    Args:
-        weight: which one.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        layer = layer_of_caller()
-        super().__init__(changes_data("" if layer is None else layer.name))
-        self.weight = weight
-
-
-def make_resident(weight: nn.Parameter) -> nn.Parameter:
-    """Let what is done to the data of a weight on a device count as a change of it, which swapping would lose.
-
-    Classes of composed ones may know no subclasses: where their parts are, `LayerCall` looks itself.
-    """
-    if is_composed(weight):
-        return weight
-    weight.__class__ = _resident(type(weight))
-    return weight
-
-
-@cache
-def _resident(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    def assign(weight: Tensor, value: Tensor) -> None:
-        if not _is_same_view(weight, value):
-            raise DataAssignedError(weight)
-
-    # A detached tensor counts its changes together with the weight.
-    content = {
-        "data": property(Tensor.detach, assign),
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-    }
-    return new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(content))
-
-
-def _is_same_view(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same elements of one memory, so that to assign one to the other changes nothing."""
-    if other.layout is not torch.strided or one.untyped_storage()._cdata != other.untyped_storage()._cdata:
-        return False
-    places = [(each.dtype, each.size(), each.stride(), each.storage_offset()) for each in (one, other)]
-    return places[0] == places[1]
 
 
 def host_buffer(key: BufferKey) -> Tensor | None:
