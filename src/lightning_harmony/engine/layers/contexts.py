@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
@@ -16,6 +17,9 @@ from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.engine.structures.tree import flatten
 
 _OURS = __name__.partition(".")[0]
+_CONTAINERS = (tuple, list, dict)
+# What Python counts for a value that one name refers to, when it is asked.
+_OF_ONE_NAME = 2
 
 
 class Contexts:
@@ -104,11 +108,16 @@ class _Function:
         self.absent: dict[str, Callable[[], Any]] = {}
 
     def clear(self) -> None:
-        """Let go of what takes memory. What is small stays, as numbers do, and lists, to which others may refer."""
+        """Let go of what takes memory. What is small stays, as numbers do, and lists and dicts to which others refer."""
         kept = vars(node) if (node := self._node()) is not None else {}
         for name in [name for name, value in kept.items() if _takes_memory(value)]:
             value = kept.pop(name)
-            self.absent[name] = _nothing if isinstance(value, tuple) else weakref.ref(value)
+            if not isinstance(value, _CONTAINERS):
+                self.absent[name] = weakref.ref(value)
+            elif isinstance(value, tuple) or sys.getrefcount(value) == _OF_ONE_NAME:
+                self.absent[name] = _nothing
+            else:
+                kept[name] = value
 
     def fill(self, other: Any) -> bool:
         """Take what the same function keeps in a recompute; whether it is the same one."""
@@ -178,12 +187,14 @@ def _saves(kind: type) -> bool:
 
 
 def _takes_memory(value: Any) -> bool:
-    """Whether it is a tensor with memory that is not small, or a tuple or an object that has one."""
-    is_tuple = isinstance(value, tuple)
-    # It must be told whether others refer to an object.
-    if not (is_tuple or type(value).__weakrefoffset__):
+    """Whether it is a tensor with memory that is not small, or a container or an object that has one."""
+    if isinstance(value, _CONTAINERS):
+        held = value.values() if isinstance(value, dict) else value
+    elif type(value).__weakrefoffset__:
+        held = value, *getattr(value, "__dict__", {}).values()
+    else:
+        # Nothing would tell whether others refer to it.
         return False
-    held = value if is_tuple else (value, *getattr(value, "__dict__", {}).values())
     return any(isinstance(each, Tensor) and _has_memory(each) for each in held)
 
 
