@@ -54,7 +54,7 @@ class Contexts:
         A function of a layer's code may keep an object that has companions, or run modules again, and may save nothing.
 
         Args:
-            layer: what is called. Most call no functions, and are not looked at for long.
+            layer: what is called. Functions of most keep nothing, and these layers are not looked at for long.
             returned: what the call returns.
             made: the tensors in that, and others that it leaves.
             ends: the nodes of those that it is called with.
@@ -64,11 +64,11 @@ class Contexts:
         nodes: set[Any] = {tensor.grad_fn for tensor in made}.difference(ends, {None})
         for node in nodes if layer.companions else _functions_before_saves(nodes, ends):
             node.register_prehook(open)
-        may_call = layer.calls_functions or layer.attributes.are_first_calls
-        if is_compiled or layer.differentiates or not may_call:
+        may_keep = layer.keeps_on_contexts or layer.attributes.are_first_calls
+        if is_compiled or layer.differentiates or not may_keep:
             return
         for node in _functions_between(flatten(returned)[0], ends, self._begin):
-            layer.calls_functions = True
+            layer.keeps_on_contexts = layer.keeps_on_contexts or any(map(_takes_memory, vars(node).values()))
             node.register_prehook(open)
             self._functions.append(_Function(node))
 

@@ -95,7 +95,7 @@ class SwappedLayer:
         held: frozen parameters that layers set, which are buffers of them, too: one dict for all layers.
         differentiates: whether its code computes gradients in its forward.
         num_changes: how often its code has changed trained parameters in its forward.
-        calls_functions: whether its code was seen to call autograd functions of users.
+        keeps_on_contexts: whether its code was seen to call autograd functions that keep tensors on their contexts.
         num_owners: how many modules that are layers have each parameter: one counter for all layers.
         compute_dtype: the type in which its floating parameters and inputs are on the device; None for their own.
         attributes: what its code keeps on its modules beside.
@@ -155,7 +155,7 @@ class SwappedLayer:
         self.changed_buffers: set[BufferKey] = set()
         self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self.changes_by_others = Counter[BufferKey]()
-        self.differentiates = self.calls_functions = False
+        self.differentiates = self.keeps_on_contexts = False
         self.num_changes = 0
         self.compute_dtype = compute_dtype
         self.companions = Companions((), ()) if module is None else Companions(module.modules(), self.parameters, name)
