@@ -117,7 +117,9 @@ def fill(model: nn.Module) -> None:
 
 @torch.no_grad()
 def quantize(model: nn.Module, kind: str) -> None:
-    """Put modules of bitsandbytes in the places of all linear layers but the head, quantized where a fit computes.
+    """Put modules of bitsandbytes in the places of all linear layers but the head.
+
+    Those of four bits are quantized where a fit computes, and come back; those of eight when they are first moved there.
 
     Args:
         model: its linear layers have no biases, and lie on the host, where they stay.
@@ -125,6 +127,7 @@ def quantize(model: nn.Module, kind: str) -> None:
     """
     import bitsandbytes as bnb
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     for module in list(model.modules()):
         for name, linear in module.named_children():
             if type(linear) is not nn.Linear or name == "lm_head":
@@ -135,10 +138,11 @@ def quantize(model: nn.Module, kind: str) -> None:
                     *sizes, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
                 )
                 packed.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=packed)
+                packed = packed.to(device).to("cpu")
             else:
                 packed = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=6.0, device="meta")
                 packed.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-            setattr(module, name, packed.to("cuda" if torch.cuda.is_available() else "cpu").to("cpu"))
+            setattr(module, name, packed)
 
 
 def _llama(**sizes: Any) -> Subject:
