@@ -527,6 +527,17 @@ class TestTensorDict:
         assert [part["inner", "a"].shape for part in parts] == [(3, 3), (1, 3)]
         assert torch.equal(merge_outputs(parts, [3, 1])["x"], batch["x"])
 
+    def test_it_says_itself_that_its_rows_are_samples_also_where_the_data_loader_has_a_collate_function_of_its_own(
+        self,
+    ):
+        """It was taken to have as many columns as rows, and ran whole."""
+        tensordict = pytest.importorskip("tensordict")
+        batch = tensordict.TensorDict({"x": rows(4)}, batch_size=[4])
+        assert count_samples(batch, Loaded(range(4, 5))) == 4
+        square = tensordict.TensorDict({"x": torch.zeros(4, 4)}, batch_size=[4, 4])
+        with pytest.raises(Indivisible, match="4 rows and 4 columns"):
+            count_samples(square, Loaded(range(4, 5)))
+
     def test_a_tensordict_without_a_batch_size_is_a_mapping(self):
         tensordict = pytest.importorskip("tensordict")
         batch = tensordict.TensorDict({"x": rows(4), "y": torch.zeros(4)})

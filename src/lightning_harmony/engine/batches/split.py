@@ -300,7 +300,7 @@ def _is_one_vector(batch: Any) -> bool:
 def is_square(batch: Any, number: int) -> bool:
     """Whether all arrays in a batch that have so many rows have as many columns: one or the other may be samples."""
     arrays = [each for each in _arrays_in(batch) if rows_of(each) == number]
-    return all(each.ndim > 1 and each.shape[1] == number for each in arrays if is_tensor(each)) and bool(arrays)
+    return all(len(each.shape) > 1 and each.shape[1] == number for each in arrays) and bool(arrays)
 
 
 def _arrays_in(value: Any) -> Iterator[Any]:
