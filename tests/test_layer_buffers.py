@@ -850,3 +850,44 @@ def test_so_are_two_layers_there_that_share_buffers(num_microbatches: int) -> No
         UnsupportedModelError, match=r"'net.blocks.1' shares buffers with 'net.blocks.0', .* checkpoint out"
     ):
         train_harmony(Net(SharesANorm()), torch.randn(40, nets.WIDTH), strategy, 8, with_gradients=False)
+
+
+class Refuses(nets.Block):
+    """A layer that counts its calls in a buffer, and fails in every second one."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if int(self.calls) % 2 == 0:
+            raise ArithmeticError("an even call")
+        y: Tensor = super().forward(x) * self.calls
+        return y
+
+
+class GoesOn(nn.Module):
+    """Code between layers that leaves out a layer that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nets.Block(), Refuses(), nets.Block())
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        x = batch[0]
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except ArithmeticError:
+                continue
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_what_a_layer_has_counted_before_it_failed_stays_counted_where_the_step_goes_on(num_microbatches: int) -> None:
+    """The count was as before the call, so that each later call failed, too."""
+    torch.manual_seed(0)
+    assert_same_training(Net(GoesOn()), samples(), num_microbatches=num_microbatches)

@@ -47,7 +47,7 @@ from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.model.resident_weight import DataAssignedError, make_resident
 from lightning_harmony.engine.structures.parts import are_equal
 from lightning_harmony.engine.structures.tree import flatten, tensors_of
-from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
 
 
@@ -170,8 +170,8 @@ class LayerCall:
         """What the layer returns, how it leaves its buffers, and whether it has to run again, with more of them."""
         layer, residency, recompute = self.layer, self.residency, self._recompute
         before = WeightsBefore(layer, residency, self.runtime, is_compiled=self._is_compiled)
-        result, failed = None, None
-        with self._saving() if self._with_graph else NO_CONTEXT:
+        result, failed, raised = None, None, None
+        with _saving(self._save, is_compiled=self._is_compiled) if self._with_graph else NO_CONTEXT:
             bound = self._weights.bind(self)
             beside = layer.companions.bound(residency.leaves, residency.companions)
             kept = keeping_derived(layer.derived, layer.varies) if layer.derived else NO_CONTEXT
@@ -180,7 +180,15 @@ class LayerCall:
                     result = self._run(*args, **kwargs)
                 except (DataAssignedError, DifferentiatesError) as error:
                     failed = error
+                except (UnsupportedModelError, CapacityError, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:
+                    raised = error
         self._found, is_again = before.after(self._weights, failed or self._begun, with_graph=self._with_graph)
+        if raised is not None and not is_again:
+            # The step may catch it and go on: what the layer has changed until then is changed.
+            recompute.take_over(residency, left)
+            raise raised
         return result, left, is_again
 
     def _prepare_backward(self) -> None:
@@ -197,14 +205,6 @@ class LayerCall:
         self.layer.is_in_graph = True
         self._keeps = not self._recompute.counts and self.runtime.keep_graph(self.layer, self)
         self._recompute.keep_inputs(self.residency)
-
-    def _saving(self) -> AbstractContextManager[Any]:
-        """The context of the call in which its graph saves tensors."""
-        save, load = self._save, _unpack
-        if self._is_compiled:
-            # What happens to saved tensors is not to be traced.
-            save, load = torch.compiler.disable(save), torch.compiler.disable(load)
-        return saved_tensors_hooks(save, load)
 
     def _save(self, tensor: Tensor) -> SavedTensor | SavedWeight:
         """Keep what finds a tensor again that autograd saves."""
@@ -365,6 +365,14 @@ class LayerCall:
             if not (is_same and self._contexts.fill()):
                 raise _other_saves(self.layer)
         self._recompute.fill_again(self._saves)
+
+
+def _saving(save: Callable[[Tensor], Any], *, is_compiled: bool) -> AbstractContextManager[Any]:
+    """The context of a call in which its graph saves tensors."""
+    if is_compiled:
+        # What happens to saved tensors is not to be traced.
+        return saved_tensors_hooks(torch.compiler.disable(save), torch.compiler.disable(_unpack))
+    return saved_tensors_hooks(save, _unpack)
 
 
 def _writes_into(layer: SwappedLayer, kind: str) -> UnsupportedModelError:
