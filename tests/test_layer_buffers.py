@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -891,3 +893,33 @@ def test_what_a_layer_has_counted_before_it_failed_stays_counted_where_the_step_
     """The count was as before the call, so that each later call failed, too."""
     torch.manual_seed(0)
     assert_same_training(Net(GoesOn()), samples(), num_microbatches=num_microbatches)
+
+
+def test_nothing_is_kept_of_a_call_that_has_failed() -> None:
+    """Its error and its frames referred to each other, and no garbage is collected within steps."""
+    work: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    class Works(Refuses):
+        def forward(self, x: Tensor) -> Tensor:
+            more = x * 2
+            work.append(weakref.ref(more))
+            return super().forward(more)
+
+    class Looks(GoesOn):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[1] = Works()
+
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            loss = super().forward(batch)
+            alive.append(sum(each() is not None for each in work))
+            return loss
+
+    gc.disable()
+    try:
+        train_harmony(Net(Looks()), samples(), HarmonyStrategy(num_microbatches=1), 8, with_gradients=False)
+    finally:
+        gc.enable()
+    assert alive
+    assert not any(alive)

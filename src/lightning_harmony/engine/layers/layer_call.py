@@ -170,25 +170,25 @@ class LayerCall:
         """What the layer returns, how it leaves its buffers, and whether it has to run again, with more of them."""
         layer, residency, recompute = self.layer, self.residency, self._recompute
         before = WeightsBefore(layer, residency, self.runtime, is_compiled=self._is_compiled)
-        result, failed, raised = None, None, None
-        with _saving(self._save, is_compiled=self._is_compiled) if self._with_graph else NO_CONTEXT:
-            bound = self._weights.bind(self)
-            beside = layer.companions.bound(residency.leaves, residency.companions)
-            kept = keeping_derived(layer.derived, layer.varies) if layer.derived else NO_CONTEXT
-            with beside as recompute.changes, layer.bound(bound, recompute.buffers) as left, watch or NO_CONTEXT, kept:
-                try:
-                    result = self._run(*args, **kwargs)
-                except (DataAssignedError, DifferentiatesError) as error:
-                    failed = error
-                except (UnsupportedModelError, CapacityError, torch.OutOfMemoryError):
-                    raise
-                except Exception as error:
-                    raised = error
-        self._found, is_again = before.after(self._weights, failed or self._begun, with_graph=self._with_graph)
-        if raised is not None and not is_again:
+        result, failed, left = None, None, dict[BufferKey, Tensor | None]()
+        try:
+            with _saving(self._save, is_compiled=self._is_compiled) if self._with_graph else NO_CONTEXT:
+                bound = self._weights.bind(self)
+                beside = layer.companions.bound(residency.leaves, residency.companions)
+                kept = keeping_derived(layer.derived, layer.varies) if layer.derived else NO_CONTEXT
+                found = layer.bound(bound, recompute.buffers)
+                with beside as recompute.changes, found as left, watch or NO_CONTEXT, kept:
+                    try:
+                        result = self._run(*args, **kwargs)
+                    except (DataAssignedError, DifferentiatesError) as error:
+                        failed = error
+        except (UnsupportedModelError, CapacityError, torch.OutOfMemoryError):
+            raise
+        except Exception:
             # The step may catch it and go on: what the layer has changed until then is changed.
             recompute.take_over(residency, left)
-            raise raised
+            raise
+        self._found, is_again = before.after(self._weights, failed or self._begun, with_graph=self._with_graph)
         return result, left, is_again
 
     def _prepare_backward(self) -> None:
