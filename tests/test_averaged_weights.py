@@ -378,3 +378,38 @@ def test_it_may_not_when_it_has_used_it() -> None:
     strategy = HarmonyStrategy(device_memory="64KiB", num_microbatches=1, profile_cache=False)
     with pytest.raises(UnsupportedModelError, match=r"'net\.scale' is changed inside the step"):
         train_harmony(Net(Late(clamped)), samples, strategy, 8, with_gradients=False)
+
+
+class WithItsAverage(nn.Module):
+    """A network and an average of it, in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+        self.mean = copy.deepcopy(self.net).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) if self.training else self.mean(x)  # type: ignore[no-any-return]
+
+    def update(self) -> None:
+        for mean, new in zip(self.mean.parameters(), self.net.parameters(), strict=True):
+            mean.data = mean.data * 0.9 + new.data * 0.1
+
+
+class AveragedInTheStep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = WithItsAverage()
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        self.model.update()
+        return loss  # type: ignore[no-any-return]
+
+
+def test_an_average_within_the_layer_that_trains_is_refused_with_a_way_out() -> None:
+    torch.manual_seed(0)
+    module, data = Net(AveragedInTheStep()), torch.randn(16, 32)
+    with pytest.raises(UnsupportedModelError, match=r"layers of smaller modules with HarmonyStrategy\(layers="):
+        assert_same_training(module, data, layers=[WithItsAverage])
+    assert_same_training(module, data, layers=[nn.Linear])

@@ -111,7 +111,8 @@ def changed_in_step(stand_in: StandIn) -> str:
         f"parameter {_name(stand_in)!r} is changed inside the step, while it is swapped out; do that in a hook such as "
         "on_train_batch_start, on_train_batch_end or on_validation_start, or optimize manually "
         "(self.automatic_optimization = False), where the training_step may. Where the first call alone sets it, run the "
-        "model once before the fit"
+        "model once before the fit; where a module has it beside those that the step trains, as an average of these, make "
+        "layers of smaller modules with HarmonyStrategy(layers=...)"
     )
 
 
