@@ -141,10 +141,10 @@ def test_less_than_the_first_step_takes_is_refused_in_it() -> None:
 
 
 class RunsOut(Layered):
-    """Its third step runs out of memory if its microbatches take turns, as where a GPU's memory lies in pieces.
+    """The first steps in which its microbatches take turns run out of memory, as where a GPU's memory lies in pieces.
 
     Args:
-        times: how often.
+        times: how many of them.
     """
 
     def __init__(self, times: int) -> None:
