@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
-from lightning_harmony.engine.layers.runtime import FoundAtCall
+from lightning_harmony.engine.layers.runtime import FoundAtCall, ObjectsOfCall
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.stash import Stashed, is_small
 from lightning_harmony.engine.model.derived import OutOfReach
@@ -160,8 +160,7 @@ class StateElsewhere:
         """A step begins.
 
         Returns:
-            What to call before a layer's code runs, with what puts a tensor into the stash, for the context in which that code
-            runs again.
+            What to call before a layer's code runs, for the context in which that code runs again.
         """
         self._metrics.refuse_late()
         self.finish()
@@ -326,25 +325,19 @@ class StateElsewhere:
             first = self._num_old.get(number, 0)
         moment.keep(held, copies, first if held.has_tensors else None)
 
-    def _at_call(
-        self,
-        stash: Callable[[Tensor], Stashed],
-        given: Sequence[Any],
-        again: Sequence[Any],
-        held_by_layer: Sequence[Any],
-    ) -> FoundAtCall:
+    def _at_call(self, objects: ObjectsOfCall) -> FoundAtCall:
         if (dtype := torch.get_default_dtype()) is not self._dtype_outside:
             self.default_dtypes.add(dtype)
         self._metrics.refuse_late()
         # Who watches what code reads is not to see this.
         with DisableTorchFunctionSubclass():
-            found, together = self._look(held_by_layer), self._looked_at()
+            found, together = self._look(objects.held), self._looked_at()
             for number in self._new:
                 held = together.places[number]
-                self._keep(stash, number, held, found[number])
+                self._keep(objects.stash, number, held, found[number])
             self._new.clear()
-            kept = self._kept_of(stash, again)
-            restore = self._restoring(together, given)
+            kept = self._kept_of(objects.stash, objects.again)
+            restore = self._restoring(together, objects.given)
         return FoundAtCall(restore, partial(self._as_it_was, self._step, together, found, kept))
 
     def _kept_of(self, stash: Callable[[Tensor], Stashed], values: Iterable[Any]) -> list[tuple[Held, _Moment]]:

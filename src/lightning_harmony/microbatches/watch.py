@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
-from lightning_harmony.engine.layers.runtime import FoundAtCall
-from lightning_harmony.engine.memory.stash import Stashed
+from lightning_harmony.engine.layers.runtime import FoundAtCall, ObjectsOfCall
 from lightning_harmony.engine.step.step import OnCall
 from lightning_harmony.engine.structures.containers import MISSING, have_same_content
 from lightning_harmony.held.held_state import (
@@ -138,10 +137,8 @@ class Watch:
             on_call: gives what makes the context of code that runs again.
         """
 
-        def called(
-            keep: Callable[[Tensor], Stashed], given: Sequence[Any], again: Sequence[Any], held: Sequence[Any]
-        ) -> FoundAtCall:
-            found = on_call(keep, given, again, held)
+        def called(objects: ObjectsOfCall) -> FoundAtCall:
+            found = on_call(objects)
             is_checked = 0 <= self._microbatch <= 1
             return found._replace(again=partial(self._silent.checking, found.again)) if is_checked else found
 

@@ -15,7 +15,7 @@ from lightning_harmony.engine.lanes.ambient import AmbientState
 from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.call_buffers import CallBuffers
-from lightning_harmony.engine.layers.runtime import FoundAtCall, Runtime
+from lightning_harmony.engine.layers.runtime import FoundAtCall, ObjectsOfCall, Runtime
 from lightning_harmony.engine.layers.saved_tensors import Saves, checkpoint_around
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.opaque import StashedObject, is_opaque
@@ -84,7 +84,8 @@ class Recompute:
         if is_certain:
             again = [leaf for leaf in self._objects if not isinstance(leaf, StashedObject | NoneType)]
             given = self._arguments.given if with_graph else ()
-            found = self._runtime.note_call(self._runtime.stash, given, again, self.attributes.objects)
+            objects = ObjectsOfCall(given, again, self.attributes.objects, self._runtime.stash)
+            found = self._runtime.note_call(objects)
             self._random, self._ambient = RandomState.capture(residency.cuda_index), AmbientState.capture()
         self._restore, self._elsewhere = found
         self._unchanged = _Unchanged(self._arguments.tensors)

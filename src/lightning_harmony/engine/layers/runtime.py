@@ -21,6 +21,22 @@ if TYPE_CHECKING:
     from lightning_harmony.engine.layers.recordings import Recordings
 
 
+class ObjectsOfCall(NamedTuple):
+    """The objects that a layer's own code may look at, which is about to run, and will run again.
+
+    Attributes:
+        given: what it is called with, and may change.
+        again: the same objects of that, of which there are no copies, are given to it when it runs again.
+        held: those among its attributes.
+        stash: keeps a tensor for when it runs again.
+    """
+
+    given: Sequence[Any]
+    again: Sequence[Any]
+    held: Sequence[Any]
+    stash: Callable[[Tensor], Stashed]
+
+
 class FoundAtCall(NamedTuple):
     """What a layer's code finds when it is called, on other objects than its modules.
 
@@ -106,17 +122,8 @@ class Runtime(OfGlue, Protocol):
         """The context of a layer's own code when it runs again; with the names of what it logs."""
         return nullcontext(())
 
-    def note_call(
-        self, stash: Callable[[Tensor], Stashed], given: Sequence[Any], again: Sequence[Any], held: Sequence[Any]
-    ) -> FoundAtCall:
-        """A layer's own code is about to run, which will run again.
-
-        Args:
-            stash: keeps a tensor for that.
-            given: what it is called with, and may change.
-            again: the same objects of that, of which there are no copies, are given to it when it runs again.
-            held: the objects that are among its attributes.
-        """
+    def note_call(self, objects: ObjectsOfCall) -> FoundAtCall:
+        """A layer's own code is about to run, which will run again."""
         return FoundAtCall()
 
     def changes_elsewhere(self) -> Callable[[], str | None]:

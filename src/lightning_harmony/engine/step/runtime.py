@@ -17,7 +17,7 @@ from lightning_harmony.engine.glue.views import Views
 from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.layers.open_call import OpenCall
 from lightning_harmony.engine.layers.recordings import Recordings
-from lightning_harmony.engine.layers.runtime import FoundAtCall
+from lightning_harmony.engine.layers.runtime import FoundAtCall, ObjectsOfCall
 from lightning_harmony.engine.layers.surroundings import Surroundings
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.stash import Alias, Stashed, is_small
@@ -96,9 +96,9 @@ class Runtime:
             with self.calling():
                 progress.lane.park(request)
 
-    def note_call(self, stash: Callable[[Tensor], Stashed], *objects: Sequence[Any]) -> FoundAtCall:
+    def note_call(self, objects: ObjectsOfCall) -> FoundAtCall:
         """A layer's own code is about to run, which will run again, with the same objects of some of what it is given."""
-        return self._step.listeners.on_call(stash, *objects)
+        return self._step.listeners.on_call(objects)
 
     def changes_elsewhere(self) -> Callable[[], str | None]:
         """What tells, behind a layer's code, the name of something that is not the layer's and has changed meanwhile."""

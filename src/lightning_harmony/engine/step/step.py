@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.lanes.lane import AnyLane, this_thread
 from lightning_harmony.engine.lanes.rng import RandomStreams
-from lightning_harmony.engine.layers.runtime import FoundAtCall
-from lightning_harmony.engine.memory.stash import Stashed
+from lightning_harmony.engine.layers.runtime import FoundAtCall, ObjectsOfCall
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.engine.nodes.averaging import Averaging
@@ -39,8 +38,7 @@ class StepWatch(Protocol):
 
 # Asked before code runs, it gives what tells afterwards the name of something elsewhere that has changed; None if nothing has.
 Elsewhere = Callable[[], Callable[[], str | None]]
-# Given what keeps a tensor for the backward, what a layer is called with, and what of that it gets when it runs again.
-OnCall = Callable[[Callable[[Tensor], Stashed], Sequence[Any], Sequence[Any], Sequence[Any]], FoundAtCall]
+OnCall = Callable[[ObjectsOfCall], FoundAtCall]
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Listeners:
     on_set: Callable[[dict[str, Any], set[str]], None] = lambda attributes, names: None
     watch: StepWatch | None = None
     on_given: Callable[[Sequence[Tensor]], None] = lambda given: None
-    on_call: OnCall = lambda keep, given, again, held: FoundAtCall()
+    on_call: OnCall = lambda objects: FoundAtCall()
     elsewhere: Elsewhere = lambda: lambda: None
 
 
