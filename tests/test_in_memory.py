@@ -286,6 +286,25 @@ def test_code_between_forward_and_backward_keeps_its_place(kind: type[Model], nu
     trained_both_ways(kind(), num_microbatches)
 
 
+class KeepsHalfOfItsGradients(Model):
+    """Its optimizer has a `zero_grad` of its own, as one that a wrapper has replaced."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+        optimizer.zero_grad = zero_grad
+        return optimizer
+
+
+def test_an_optimizer_with_a_zero_grad_of_its_own_has_the_gradients_that_this_leaves() -> None:
+    trained_both_ways(KeepsHalfOfItsGradients(), 4)
+
+
 def test_manual_optimization_is_plain_lightnings() -> None:
     class Manual(Model):
         def __init__(self) -> None:

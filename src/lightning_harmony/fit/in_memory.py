@@ -7,12 +7,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from lightning_harmony.engine.batches.merge import gradient_of, loss_of, merge_losses, merge_outputs
@@ -20,7 +18,6 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.lanes.rng import RandomStreams, stream_seed
 from lightning_harmony.engine.model.compiled import is_compiled
 from lightning_harmony.engine.model.decompose import find_layers
-from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.replicas.runs import Runs
 from lightning_harmony.engine.structures.nested import map_tensors
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
@@ -37,7 +34,7 @@ from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.refusals import refuse_several_losses
 from lightning_harmony.setup.settings import Settings
-from lightning_harmony.updating.hooks import between_passes
+from lightning_harmony.updating.hooks import between_passes, zeroed_parameters, zeroes_as_torch
 
 
 @dataclass
@@ -196,7 +193,7 @@ class InMemory:
             and self.tree.is_known(type(self.trainer.precision_plugin))
             and not between_passes(self.tree, self.trainer)
             and not compat.is_backward_skipped(self.trainer)
-            and all(type(each).zero_grad is Optimizer.zero_grad for each in self.trainer.optimizers)
+            and all(map(zeroes_as_torch, self.trainer.optimizers))
         )
 
     def _run(
@@ -224,7 +221,7 @@ class InMemory:
         shared = UnchangedBatch(parts)
         is_held_back = len(sizes) > 1 or self.trainer.world_size > 1
         logs = MicrobatchLogs(compat.logged_results(self.trainer), sizes) if is_held_back else None
-        zeroed = self._zeroed() if predicts else []
+        zeroed = zeroed_parameters(self.tree, self.trainer) if predicts else ()
         outputs: list[Any] = []
         losses: list[Tensor] = []
         with (
@@ -289,17 +286,12 @@ class InMemory:
         scaled: Tensor = one if scaler is None else scaler.scale(one)
         return scaled
 
-    def _zeroed(self) -> list[nn.Parameter]:
-        """The parameters whose gradients Lightning zeroes between the forward of this batch and its backward."""
-        if not compat.is_zeroing(self.trainer):
-            return []
-        return list(dict.fromkeys(chain.from_iterable(map(parameters_of, self.trainer.optimizers))))
-
     @contextmanager
     def _keeping_gradients(self) -> Iterator[None]:
         """A context that leaves gradients of earlier batches as they were, if its step fails or was undone."""
         # Not kept: what is zeroed makes room for the step.
-        zeroed = {p: None if p.grad is None else TensorWeakRef(p.grad) for p in self._zeroed()}
+        parameters = zeroed_parameters(self.tree, self.trainer)
+        zeroed = {p: None if p.grad is None else TensorWeakRef(p.grad) for p in parameters}
         earlier = [
             (p, None if p.grad is None else p.grad.clone()) for p in self._module.parameters() if p not in zeroed
         ]

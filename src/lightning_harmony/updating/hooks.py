@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.reach import functions_of, names_in
@@ -102,6 +106,18 @@ def between_passes(tree: LightningTree, trainer: Any) -> list[str]:
     """Hooks that are overridden and run between the forward of a batch and its backward."""
     owners = (trainer.lightning_module, *trainer.callbacks)
     return [found for owner in owners for found in _overridden(tree, owner, _HOOKS_BETWEEN_PASSES)]
+
+
+def zeroed_parameters(tree: LightningTree, trainer: Any) -> frozenset[nn.Parameter]:
+    """The parameters whose gradients Lightning zeroes between the forward of this batch and its backward."""
+    if tree.overrides(trainer.lightning_module, "optimizer_zero_grad") or not compat.is_zeroing(trainer):
+        return frozenset()
+    return frozenset(each for one in trainer.optimizers if zeroes_as_torch(one) for each in parameters_of(one))
+
+
+def zeroes_as_torch(optimizer: Optimizer) -> bool:
+    """Whether nobody has given an optimizer another `zero_grad`."""
+    return "zero_grad" not in vars(optimizer) and type(optimizer).zero_grad is Optimizer.zero_grad
 
 
 def has_optimizer_after_step(tree: LightningTree, trainer: Any) -> str | None:

@@ -32,6 +32,7 @@ from lightning_harmony.updating.hooks import (
     has_optimizer_after_step,
     savers_on_exception,
     state_readers,
+    zeroed_parameters,
 )
 from lightning_harmony.updating.lookout import Lookout, is_out_of_sight
 from lightning_harmony.updating.reach import code_of, reaches
@@ -304,7 +305,7 @@ class UpdatePolicy:
         Args:
             adds_to_earlier: whether it is known that it adds to them, as they are.
         """
-        zeroed, parameters = self._zeroed(), self.trainer.lightning_module.parameters()
+        zeroed, parameters = zeroed_parameters(self.tree, self.trainer), self.trainer.lightning_module.parameters()
         # In the first batches of a step there is nothing to add to.
         adds = not adds_to_earlier and any(p.grad is not None and p not in zeroed for p in parameters)
         is_unknown = adds or not self.tree.calls_backward(self.trainer) or self.trains_others()
@@ -314,15 +315,6 @@ class UpdatePolicy:
         """Whether this batch's gradients are added to those of earlier ones as these are now, before its forward."""
         is_known = self.tree.calls_backward(self.trainer) and self.tree.is_known(type(self.trainer.precision_plugin))
         return is_known and not compat.is_zeroing(self.trainer) and not between_passes(self.tree, self.trainer)
-
-    def _zeroed(self) -> frozenset[Tensor]:
-        """The parameters whose gradients Lightning zeroes before this batch's backward."""
-        is_own = self.tree.overrides(self.trainer.lightning_module, "optimizer_zero_grad")
-        if is_own or not compat.is_zeroing(self.trainer):
-            return frozenset()
-        plain = [one for one in self._optimizers if "zero_grad" not in vars(one)]
-        plain = [one for one in plain if type(one).zero_grad is torch.optim.Optimizer.zero_grad]
-        return frozenset(parameter for one in plain for parameter in parameters_of(one))
 
     @property
     def _optimizers(self) -> Any:
