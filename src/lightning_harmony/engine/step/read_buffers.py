@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,8 +14,6 @@ from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.operations import Unseen, version_of
 from lightning_harmony.engine.structures.parts import is_composed
-
-LastFilled: TypeAlias = Callable[[], dict[BufferKey, Tensor | None]]
 
 
 @dataclass
@@ -82,7 +79,9 @@ class ReadBuffers:
                 copies[key, device] = _Copy(layer, host, version_of(host), made, checksum(made))
         return made
 
-    def filled_since(self, tensor: Tensor, last_filled: LastFilled) -> Callable[[], Tensor | None]:
+    def filled_since(
+        self, tensor: Tensor, last_filled: Callable[[], dict[BufferKey, Tensor | None]]
+    ) -> Callable[[], Tensor | None]:
         """What tells a backward the content of a tensor that a graph saves, where calls have filled it through `.data` since.
 
         No version tells of that: the backward of plain PyTorch, where all have the same memory, computes with it.
