@@ -62,15 +62,13 @@ class Contexts:
             is_compiled: whether the layer is compiled. What its functions keep is not looked at.
         """
         nodes: set[Any] = {tensor.grad_fn for tensor in made}.difference(ends, {None})
-        for node in nodes if layer.companions else _functions_before_saves(nodes, ends):
+        functions: list[Any] = []
+        if not (is_compiled or layer.differentiates) and (layer.keeps_on_contexts or layer.attributes.are_first_calls):
+            functions = _functions_between(flatten(returned)[0], ends, self._begin)
+        for node in {*(nodes if layer.companions else _functions_before_saves(nodes, ends)), *functions}:
             node.register_prehook(open)
-        may_keep = layer.keeps_on_contexts or layer.attributes.are_first_calls
-        if is_compiled or layer.differentiates or not may_keep:
-            return
-        for node in _functions_between(flatten(returned)[0], ends, self._begin):
-            layer.keeps_on_contexts = layer.keeps_on_contexts or any(map(_takes_memory, vars(node).values()))
-            node.register_prehook(open)
-            self._functions.append(_Function(node))
+        layer.keeps_on_contexts |= any(_takes_memory(kept) for node in functions for kept in vars(node).values())
+        self._functions = list(map(_Function, functions))
 
     def clear(self) -> None:
         """Let go of what takes memory."""
