@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.batches.split import shared_by
 from lightning_harmony.engine.structures.checksum import checksum
-from lightning_harmony.engine.structures.operations import version_of
+from lightning_harmony.engine.structures.operations import Versions, version_of
 from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.engine.structures.strides import assign, narrowed
 from lightning_harmony.errors import UnsupportedModelError
@@ -72,7 +72,7 @@ class UnchangedBatch:
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts
         self.shared = shared_by(parts[0], parts[1]) if len(parts) > 1 else []
-        self._versions = [(each, version_of(each)) for each in self.shared if isinstance(each, Tensor)]
+        self._versions = Versions(each for each in self.shared if isinstance(each, Tensor))
 
     def check(self) -> None:
         """The steps have run.
@@ -80,13 +80,12 @@ class UnchangedBatch:
         Raises:
             UnsupportedModelError: if one changed what others found.
         """
-        for tensor, version in self._versions:
-            if version_of(tensor) != version:
-                raise UnsupportedModelError(
-                    f"the step changes a tensor of shape {tuple(tensor.shape)} of its batch in place, which has no rows for "
-                    "samples and is the same for all microbatches: change a copy of it, or use "
-                    "HarmonyStrategy(num_microbatches=1)"
-                )
+        for tensor in self._versions.changed():
+            raise UnsupportedModelError(
+                f"the step changes a tensor of shape {tuple(tensor.shape)} of its batch in place, which has no rows for "
+                "samples and is the same for all microbatches: change a copy of it, or use "
+                "HarmonyStrategy(num_microbatches=1)"
+            )
 
 
 class BuffersBefore:

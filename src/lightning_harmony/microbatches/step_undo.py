@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.object_state import restore_of
+from lightning_harmony.engine.structures.operations import Versions
 from lightning_harmony.held.held_state import Held, Marks, state_of_generator
-from lightning_harmony.held.reads import version_of
 from lightning_harmony.held.shared_settings import NOT_SWITCHED, OFTEN_LOOKED_AT
 from lightning_harmony.microbatches.lane_attributes import Draws, KnownChanges
 from lightning_harmony.microbatches.metric_states import metrics_of
@@ -20,17 +20,6 @@ from lightning_harmony.microbatches.remembered import Remembered, undo_of_tensor
 MOST_COPIED = 512
 # Buffers, and other tensors, up to this size are copied before each step in which microbatches take turns.
 _SMALL_BYTES = 64 * 1024
-
-
-class Versions:
-    """Tells which buffers of a model change."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(buffer, version_of(buffer)) for buffer in model.buffers()]
-
-    def changed(self) -> set[int]:
-        """Those that have changed since, by their identity."""
-        return {id(buffer) for buffer, version in self._buffers if version_of(buffer) != version}
 
 
 class _Marked:
@@ -130,7 +119,7 @@ class Undo:
         self._done: dict[int | None, _Marked] = {}
         self._late: str | None = None
         self._buffers = [(each, dict(each)) for each in buffers]
-        self._versions = Versions(model)
+        self._versions = Versions(model.buffers())
         # Of small ones no version tells that they change, as statistics of normalizations are.
         kept = [b for b in model.buffers() if id(b) in known.buffers or b.numel() * b.element_size() <= _SMALL_BYTES]
         self._kept, metrics = set(map(id, kept)), Remembered()
@@ -178,7 +167,7 @@ class Undo:
                 setting.set(before)
         if not all(each.restore() for each in (*self._still, *self._changed, *(each for each, _ in self._drawn))):
             return False
-        if not self._versions.changed() <= self._kept:
+        if not self._kept.issuperset(map(id, self._versions.changed())):
             return False
         with torch.no_grad():
             for undo in self._undo:

@@ -17,6 +17,7 @@ from lightning_harmony.engine.lanes.ambient import OF_PROCESS
 from lightning_harmony.engine.layers.runtime import FoundAtCall, ObjectsOfCall
 from lightning_harmony.engine.step.step import OnCall
 from lightning_harmony.engine.structures.containers import MISSING, have_same_content
+from lightning_harmony.engine.structures.operations import Versions
 from lightning_harmony.held.held_state import (
     ALL,
     Held,
@@ -40,7 +41,6 @@ from lightning_harmony.microbatches.lane_attributes import (
 )
 from lightning_harmony.microbatches.metric_states import ReadMetrics
 from lightning_harmony.microbatches.seen import Seen
-from lightning_harmony.microbatches.step_undo import Versions
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 
@@ -80,7 +80,7 @@ class Watch:
         """A microbatch begins."""
         with DisableTorchFunction():
             if microbatch == 0:
-                self._versions = Versions(self._model)
+                self._versions = Versions(self._model.buffers())
             self._microbatch = microbatch
             self._begun = self._places.look()
             self._marks = [
@@ -289,7 +289,7 @@ class Watch:
             num_microbatches: of the step.
         """
         self._silent.refuse_changed_again()
-        known.buffers |= self._versions.changed()
+        known.buffers.update(map(id, self._versions.changed()))
         return self.seen.conclude(self._carried, known, num_microbatches)
 
     def close(self) -> None:

@@ -14,10 +14,12 @@ from torch.utils._pytree import tree_map_only
 from lightning_harmony.engine.glue.glue import StandIn
 from lightning_harmony.engine.memory.opaque import is_opaque, tensors_in
 from lightning_harmony.engine.memory.tensor_class import in_place_of
-from lightning_harmony.engine.structures.operations import version_of
+from lightning_harmony.engine.structures.operations import Versions
 from lightning_harmony.engine.structures.strides import places_in_memory
 from lightning_harmony.engine.structures.tree import CONSTANTS, Arguments, WrittenTo, flatten, has_other_nodes
 from lightning_harmony.errors import UnsupportedModelError
+
+_NONE = Versions()
 
 
 class CallArguments:
@@ -51,8 +53,8 @@ class CallArguments:
         self._exchanged: _Exchanged | None = None
         # By the identities of those that were brought, what they were.
         self._before: dict[int, Tensor] = {}
-        # With their versions, those that share memory where they are, and not where the layer finds them.
-        self._apart: list[tuple[Tensor, int]] = []
+        # Of those that share memory where they are, and not where the layer finds them.
+        self._apart = _NONE
 
     def may_require_gradients(self) -> bool:
         """Whether gradients may come to them, also in objects, such as a cache that begins with a trained prefix.
@@ -87,7 +89,7 @@ class CallArguments:
         before, self.tensors = self.tensors, [in_place_of(bring(tensor), tensor) for tensor in self.tensors]
         self._before = {id(t): old for t, old in zip(self.tensors, before, strict=True) if t is not old}
         if self._before:
-            self._apart = [(tensor, version_of(tensor)) for tensor in _come_apart(before, self.tensors)]
+            self._apart = Versions(_come_apart(before, self.tensors))
         pairs = zip(self._originals, self.tensors, strict=True)
         others = {id(original): tensor for original, tensor in pairs if tensor is not original}
         if not others:
@@ -107,13 +109,12 @@ class CallArguments:
         """
         if not self._before:
             return result
-        for tensor, version in self._apart:
-            if version_of(tensor) != version:
-                raise UnsupportedModelError(
-                    f"a layer changes an input in place, of shape {tuple(tensor.shape)}, that is on another device, and that "
-                    "others of its inputs share memory with: pass it one of them, and take views there, or use "
-                    "Trainer(devices=1)"
-                )
+        for tensor in self._apart.changed():
+            raise UnsupportedModelError(
+                f"a layer changes an input in place, of shape {tuple(tensor.shape)}, that is on another device, and that "
+                "others of its inputs share memory with: pass it one of them, and take views there, or use "
+                "Trainer(devices=1)"
+            )
         leaves, close = flatten(result)
         if not any(id(leaf) in self._before for leaf in leaves):
             return result
@@ -128,7 +129,7 @@ class CallArguments:
         if self._exchanged is not None:
             self._exchanged.give_back({id(t): old for t, old in zip(self.tensors, self._originals, strict=True)})
         self._exchanged, self._originals, self._given, self.tensors, self._before = None, [], ((), {}), [], {}
-        self._apart = []
+        self._apart = _NONE
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
 
     def again(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -33,6 +33,17 @@ def state_for(name: str) -> Callable[[Tensor], Any]:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place; those of inference mode count no versions."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+class Versions:
+    """How often each of some tensors was changed in place so far."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._known = [(tensor, version_of(tensor)) for tensor in tensors]
+
+    def changed(self) -> list[Tensor]:
+        """Those that have been changed since."""
+        return [tensor for tensor, version in self._known if version_of(tensor) != version]
 
 
 def _bits_of(tensor: Tensor) -> Any:
