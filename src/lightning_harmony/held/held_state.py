@@ -193,6 +193,11 @@ class Held:
             isinstance(self.content, Variables) and not isinstance(self.content, EntriesOf)
         )
 
+    @property
+    def is_of_buffers(self) -> bool:
+        """Whether the buffers of a module are in it."""
+        return isinstance(self.owner, nn.Module) and self.content is self.owner._buffers
+
     def look(self) -> Any:
         """A copy of what is in it: the same one as before, as long as the same things are in it."""
         if not self.is_as(self.newest):

@@ -89,15 +89,9 @@ class Found:
         read_at = self.used_at if self.fetched_at is None else self.fetched_at
         self.is_apart = self.is_apart or self.is_unseen or read_at is None or at != read_at
 
-    @property
-    def is_buffer(self) -> bool:
-        """Whether it is a buffer of a module."""
-        owner = self.held.owner
-        return isinstance(owner, nn.Module) and self.held.content is owner._buffers
-
     def watched_tensors(self) -> list[Tensor]:
         """The tensors in it, of which what is computed with them tells; none of those of other classes."""
-        tensors = [] if self.is_buffer else tensors_of(*self.begun.values)
+        tensors = [] if self.held.is_of_buffers else tensors_of(*self.begun.values)
         are_plain = all(type(tensor) is Tensor or type(tensor) is Watched for tensor in tensors)
         return [tensor for tensor in tensors if not is_parameter(tensor)] if are_plain else []
 
@@ -112,6 +106,9 @@ class CarriedState:
 
     Args:
         model: its buffers are looked at, too.
+
+    Attributes:
+        all: what microbatches have changed, as the next ones found it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -119,7 +116,7 @@ class CarriedState:
         self._begun: dict[int, tuple[Held, Any]] = {}
         self._versions: dict[int, tuple[Tensor, int | None]] = {}
         self._found: list[Found] = []
-        self._all: list[Found] = []
+        self.all: list[Found] = []
         self._readers = Readers((), self._note_fetched, self._note_used)
         self._segment = 0
 
@@ -139,7 +136,7 @@ class CarriedState:
         self._found = list(self._left_by_the_one_before(places, versions)) if self._begun else []
         self._begun = {held.key: (held, begun) for held, begun in places}
         self._versions = versions
-        self._all += self._found
+        self.all += self._found
         self._watch()
 
     def at_call(self) -> None:
@@ -166,11 +163,7 @@ class CarriedState:
         """The step has ended: what microbatches have read, and written, too."""
         for found in self._found:
             found.look(None)
-        return [found for found in self._all if found.is_written and (found.used_at is not None or found.is_read_later)]
-
-    def all(self) -> list[Found]:
-        """What microbatches have changed, as the next ones found it."""
-        return self._all
+        return [found for found in self.all if found.is_written and (found.used_at is not None or found.is_read_later)]
 
     def _left_by_the_one_before(
         self, places: Sequence[tuple[Held, Any]], versions: dict[int, tuple[Tensor, int | None]]

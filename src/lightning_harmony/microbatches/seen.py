@@ -111,7 +111,7 @@ class Seen:
     def _conclude_changes(self, carried: CarriedState, known: KnownChanges) -> None:
         """Note all that was changed."""
         keys = {*self.changed, *self.at_calls, *self.in_place}
-        others = [found for found in carried.all() if not found.is_buffer and not found.is_in_new]
+        others = [found for found in carried.all if not found.held.is_of_buffers and not found.is_in_new]
         in_backward = {(found.held.name, found.name) for found in others} - keys
         for place, name in (*keys, *in_backward):
             known.changed.setdefault(place, set()).add(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_harmony.engine.structures.containers import num_kept
 from lightning_harmony.engine.structures.tree import tensors_of
@@ -52,7 +52,7 @@ class _Place:
 
     def __init__(self, held: Held, name: Any) -> None:
         self.held, self.name = held, name
-        self.is_buffer = isinstance(held.owner, nn.Module) and held.content is held.owner._buffers
+        self.is_buffer = held.is_of_buffers
         self.first = self.entered = self.state()
         self._asked: Sequence[Any] = ()
         self.left: dict[int, State] = {}
