@@ -205,18 +205,16 @@ class MemoryWatch:
         # Not within the except clause: the error's frames hold what the attempt has allocated.
         return self.run(name, args, step)
 
-    def run_in_fewest(
+    def train_in_fewest(
         self,
-        name: str,
         args: Any,
         run: Callable[[int | None], Result],
         search: Callable[[int, int], Fewest | None],
         keeping: Callable[[], AbstractContextManager[None]],
     ) -> Result:
-        """Run a step on a batch in as many microbatches as fit.
+        """Run the training_step on a batch in as many microbatches as fit.
 
         Args:
-            name: of the user's step.
             args: the batch, and more.
             run: runs it in a number of microbatches; at first, given None, in as many as are known to do.
             search: gives what finds the fewest that fit if those do not, by the bytes that last and the capacity; None if no
@@ -233,7 +231,7 @@ class MemoryWatch:
             try:
                 with keeping():
                     stays = (lambda num_bytes: True) if fewest is None else fewest.fits
-                    return self.run(name, args, partial(run, number), stays)
+                    return self.run("training_step", args, partial(run, number), stays)
             except FitsInFewer:
                 assert fewest is not None
             except DoesNotFit:

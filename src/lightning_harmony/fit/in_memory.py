@@ -106,7 +106,7 @@ class InMemory:
             return self._running(args, kwargs, *self._split(args, kwargs))()
 
         search = partial(self.split_check.fewest, args[0], len(sizes))
-        result = self._watch.run_in_fewest("training_step", args, run, search, self._keeping_gradients)
+        result = self._watch.train_in_fewest(args, run, search, self._keeping_gradients)
         if self._num_microbatches != len(sizes):
             self.tree.info(found(self._num_microbatches))
         return result

@@ -54,7 +54,7 @@ def draw(plan: Plan, steps: Mapping[str, Prediction], file: Path) -> None:
     longest = max(step.end_seconds for step in steps.values())
     unit = next((unit for unit in ((1.0, "s"), (1e-3, "ms")) if longest >= unit[0]), (1e-6, "µs"))
     for strip, upper, lower in zip(strips, axes[::2], axes[1::2], strict=True):
-        _draw_streams(upper, plan, strip, longest, unit[0])
+        _draw_streams(upper, strip, longest, unit[0])
         _draw_memory(lower, strip, unit[0])
     axes[-1].set_xlabel(f"time ({unit[1]})", color=_INK)
     axes[-1].set_xlim(0, longest / unit[0] or 1)
@@ -134,7 +134,7 @@ def _strips(plan: Plan, number: int, steps: Mapping[str, Prediction]) -> Iterato
         yield _Strip(", ".join(words), steps[name], number, streams, most, capacity)
 
 
-def _draw_streams(axes: Axes, plan: Plan, strip: _Strip, longest: float, unit: float) -> None:
+def _draw_streams(axes: Axes, strip: _Strip, longest: float, unit: float) -> None:
     inches_per_second = (_WIDTH - 1.5) / (longest or 1)
     for row, stream in enumerate(strip.streams):
         spans = [span for span in strip.device.spans if span.stream == stream]

@@ -45,7 +45,7 @@ def savers_on_exception(tree: LightningTree, trainer: Any) -> list[str]:
         and (
             type(callback).__name__ == "OnExceptionCheckpoint"
             or getattr(callback, "save_on_exception", False)
-            or not _is_lightnings(tree, callback, "on_exception")
+            or not _is_lightnings(tree, callback)
         )
     ]
     return named + _overridden(tree, trainer.datamodule, ("on_exception",))
@@ -127,10 +127,11 @@ def has_optimizer_after_step(tree: LightningTree, trainer: Any) -> str | None:
     return next(iter(found), None)
 
 
-def _is_lightnings(tree: LightningTree, callback: Any, hook: str) -> bool:
-    """Whether a hook is one of Lightning's, or of this package; and nobody has wrapped it."""
+def _is_lightnings(tree: LightningTree, callback: Any) -> bool:
+    """Whether `on_exception` of a callback is Lightning's, or of this package; and nobody has wrapped it."""
     # A proxy or a mock has hooks that its class has not.
-    own = None if hook in getattr(callback, "__dict__", ()) else getattr(type(callback), hook, None)
+    is_wrapped = "on_exception" in getattr(callback, "__dict__", ())
+    own = None if is_wrapped else getattr(type(callback), "on_exception", None)
     return tree.is_known(own, "callbacks")
 
 

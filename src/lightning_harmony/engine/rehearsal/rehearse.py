@@ -309,7 +309,7 @@ class Rehearsal(Runtime):
         return call
 
     @contextmanager
-    def apart(self, layer: SwappedLayer) -> Iterator[Measured]:
+    def apart(self) -> Iterator[Measured]:
         """A context in which a layer runs as if alone."""
         assert self._measured is None
         stash = Stash(self.device, HostPool(self.device.host_buffer), Traffic())

@@ -139,7 +139,7 @@ class RehearsedCall:
         """Run the layer forth and back, apart from all else."""
         device, counter, arguments = self._rehearsal.device, self._rehearsal.counter, self._arguments
         others = [leaf for leaf in arguments.leaves if not isinstance(leaf, Tensor)]
-        with self._rehearsal.apart(self._layer) as measured:
+        with self._rehearsal.apart() as measured:
             inputs = [Tensor.detach(tensor).requires_grad_(tensor.requires_grad) for tensor in arguments.tensors]
             # A layer may change its inputs in place, which leaves may not be.
             passed = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in inputs]
