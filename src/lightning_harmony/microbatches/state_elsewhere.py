@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -24,10 +23,9 @@ from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.stash import Stashed, is_small
 from lightning_harmony.engine.model.derived import OutOfReach
 from lightning_harmony.engine.step.step import OnCall
-from lightning_harmony.engine.structures.containers import entries_of, num_kept
+from lightning_harmony.engine.structures.containers import entries_of, num_kept, others_for, with_others
 from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.strides import copied
-from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.held.cached_functions import CacheThen, cached_in, filling_of
 from lightning_harmony.held.held_state import Held, Kind, Marks, joint_marks
@@ -73,9 +71,9 @@ class _Moment:
         self._content = list(held.newest) if self._is_set else held.newest
         self._same, self._undo = held.marks, held.undo_in_place()
         if first is not None:
-            self._kept = _others(entries_of(self._content, first), Tensor, keep)
+            self._kept = others_for(entries_of(self._content, first), Tensor, keep)
         if copied:
-            self._content = _with(self._content, self._kept)
+            self._content = with_others(self._content, self._kept)
             self._same = Marks([tensor for tensor in held.marks.tensors if id(tensor) not in copied])
         self._versions = self._same.versions()
         self._cached = {name: CacheThen(value) for name, value in held.cached} if held.is_named else {}
@@ -88,10 +86,11 @@ class _Moment:
         if versions != self._versions:
             then_and_now = zip(self._same.tensors, self._versions, versions, strict=True)
             changed = {id(tensor) for tensor, then, now in then_and_now if then != now}
-            content = _with(content, _others(entries_of(content), Tensor, partial(_unless_changed, held.name, changed)))
+            unless_changed = partial(_unless_changed, held.name, changed)
+            content = with_others(content, others_for(entries_of(content), Tensor, unless_changed))
             kept = {name: content[name] for name in kept}
-        others = _others(kept.items(), KeptTensor, KeptTensor.again)
-        content = _with(content, others | {name: each.again() for name, each in self._cached.items()})
+        others = others_for(kept.items(), KeptTensor, KeptTensor.again)
+        content = with_others(content, others | {name: each.again() for name, each in self._cached.items()})
         held.put(set(content) if self._is_set else content)
 
 
@@ -411,31 +410,3 @@ def _differing(one: list[_Moment], other: list[_Moment]) -> list[int]:
 
 def _unless_changed(place: str, changed: set[int], tensor: Tensor) -> Any:
     return _Changed(place) if id(tensor) in changed else tensor
-
-
-def _exchanged(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """A value in a place, with something else for what is of a class in it, also within tuples; itself if nothing is."""
-    if issubclass(type(value), kind):
-        return function(value) if kind is not Tensor or not is_parameter(value) else value
-    if type(value) is not tuple:
-        return value
-    exchanged = tuple(_exchanged(each, kind, function) for each in value)
-    return value if all(map(is_, exchanged, value)) else exchanged
-
-
-def _others(entries: Iterable[tuple[Any, Any]], kind: type, function: Callable[[Any], Any]) -> dict[Any, Any]:
-    """What to put under which names or numbers, for something else to be there for what is of a class."""
-    exchanged = ((name, value, _exchanged(value, kind, function)) for name, value in entries)
-    return {name: other for name, value, other in exchanged if other is not value}
-
-
-def _with(content: Any, others: dict[Any, Any]) -> Any:
-    """What is in a place, with others under some names or numbers."""
-    if not others:
-        return content
-    if isinstance(content, dict):
-        return {**content, **others}
-    values = list(content)
-    for number, value in others.items():
-        values[number] = value
-    return values

@@ -18,7 +18,9 @@ from lightning_harmony.engine.structures.containers import (
     copied_content,
     entries_of,
     have_same_content,
+    others_for,
     put_content,
+    with_others,
 )
 from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.engine.structures.seekable import Seekable, is_fixed, make_seekable
@@ -272,18 +274,9 @@ def _with_weights_of(content: Any, before: Any) -> Any:
     if not names:
         return before
     now = dict(entries_of(copied_content(content)))
-    others = {name: now[name] for name in names if is_parameter(now.get(name))}
-    if isinstance(before, dict):
-        return {**before, **others}
-    return [others.get(number, value) for number, value in enumerate(before)]
+    return with_others(before, {name: now[name] for name in names if is_parameter(now.get(name))})
 
 
 def _with(others: Mapping[int, Tensor], before: Any) -> Any:
     """What was in a list, dict or set, with other tensors in the places of some, also within tuples."""
-
-    def exchanged(value: Any) -> Any:
-        return tuple(map(exchanged, value)) if type(value) is tuple else others.get(id(value), value)
-
-    if isinstance(before, dict):
-        return {name: exchanged(value) for name, value in before.items()}
-    return [exchanged(value) for value in before]
+    return with_others(before, others_for(entries_of(before), Tensor, lambda each: others.get(id(each), each)))

@@ -7,7 +7,7 @@ methods of the class of Python's own that holds it.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice, starmap
@@ -15,6 +15,8 @@ from operator import is_
 from typing import Any
 
 from torch._C._dynamo.guards import dict_version
+
+from lightning_harmony.engine.structures.tree import is_parameter
 
 # In the place of a value where there is none.
 MISSING = object()
@@ -54,6 +56,34 @@ def num_kept(before: Any, now: Any) -> int:
 def entries_of(content: Any, first: int = 0) -> Iterator[tuple[Any, Any]]:
     """What is in a list, set or dict, with names or numbers; of a list from some number on."""
     return iter(content.items()) if isinstance(content, dict) else islice(enumerate(content), first, None)
+
+
+def others_for(entries: Iterable[tuple[Any, Any]], kind: type, function: Callable[[Any], Any]) -> dict[Any, Any]:
+    """What to put under which names or numbers, for something else to be there for what is of a class; not for parameters."""
+    exchanged = ((name, value, _exchanged(value, kind, function)) for name, value in entries)
+    return {name: other for name, value, other in exchanged if other is not value}
+
+
+def _exchanged(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """A value with something else for what is of a class in it, also within tuples; itself if nothing is."""
+    if issubclass(type(value), kind):
+        return value if is_parameter(value) else function(value)
+    if type(value) is not tuple:
+        return value
+    exchanged = tuple(_exchanged(each, kind, function) for each in value)
+    return value if all(map(is_, exchanged, value)) else exchanged
+
+
+def with_others(content: Any, others: Mapping[Any, Any]) -> Any:
+    """What is in a list, set or dict, with others under some names or numbers."""
+    if not others:
+        return content
+    if isinstance(content, dict):
+        return {**content, **others}
+    values = list(content)
+    for number, value in others.items():
+        values[number] = value
+    return values
 
 
 class Unchanged:
