@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.structures.parts import is_composed, parts_of
+from lightning_harmony.engine.structures.strides import spanned_bytes
 from lightning_harmony.errors import UnsupportedModelError
 
 
@@ -148,7 +149,10 @@ def refuse_shared_memory(module: nn.Module) -> None:
     tensors: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     strided = [(name, each) for name, each in tensors if each.layout is torch.strided and not each.is_nested]
     parts = [(name, part) for name, tensor in strided for part in parts_of(tensor) if part.numel() and not part.is_meta]
-    spans = sorted((*_span(part), name, number) for number, (name, part) in enumerate(parts))
+    spans = sorted(
+        (part.data_ptr(), part.data_ptr() + spanned_bytes(part), name, number)
+        for number, (name, part) in enumerate(parts)
+    )
     for (_, end, first, number), (start, _, second, following) in pairwise(spans):
         one, other = parts[number][1], parts[following][1]
         trains = one.requires_grad or other.requires_grad
@@ -158,12 +162,6 @@ def refuse_shared_memory(module: nn.Module) -> None:
                 f"{first!r} and {second!r} lie in the same memory, but are not the same parameter, and would be swapped "
                 "apart: share the parameter itself, as in `head.weight = embedding.weight`"
             )
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor lies in memory: its first byte, and the one after its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def refuse_several_losses(losses: Sequence[Tensor]) -> None:

@@ -15,6 +15,7 @@ from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.replicas.flat_pieces import FlatPieces
 from lightning_harmony.engine.structures.containers import entries_of
 from lightning_harmony.engine.structures.nested import leaves_of, map_tensors
+from lightning_harmony.engine.structures.strides import spanned_bytes
 
 _CONTAINERS = (list, deque, dict)
 # Longer lists are looked at for what is new in them: they collect.
@@ -301,8 +302,7 @@ def _refuse_aliases(tensors: Iterable[Tensor]) -> None:
         storage, begin = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
         if begin < ends.get(storage, 0):
             raise NotReplicableError("two of its tensors share memory")
-        size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        ends[storage] = begin + (size * tensor.element_size() if tensor.numel() else 0)
+        ends[storage] = begin + spanned_bytes(tensor)
 
 
 def _are_alike(tensor: Tensor, known: tuple[Tensor, Tensor] | None) -> bool:

@@ -22,6 +22,12 @@ def is_dense(tensor: Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)  # type: ignore[no-any-return]
 
 
+def spanned_bytes(tensor: Tensor) -> int:
+    """Bytes of memory from the begin of a tensor's first element to the end of its last one, gaps included."""
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (1 + last) * tensor.element_size() if tensor.numel() else 0
+
+
 def is_expanded(tensor: Tensor) -> bool:
     """Whether several elements are one place in memory, as `Tensor.expand` leaves it: such a tensor cannot be written to."""
     return narrowed(tensor) is not tensor

@@ -30,6 +30,7 @@ from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.structures.nested import open_node, reachable
 from lightning_harmony.engine.structures.packages import LIGHTNING
 from lightning_harmony.engine.structures.parts import are_alike, is_composed
+from lightning_harmony.engine.structures.strides import spanned_bytes
 from lightning_harmony.engine.updates.device_step import ASSUMED_STATE_COPIES, copy_all, is_on_device
 from lightning_harmony.errors import CapacityError
 
@@ -292,12 +293,8 @@ def _regions_of(tensors: Iterable[Tensor]) -> dict[int, _Region]:
     """The memory of tensors, by the addresses of their storages."""
     regions: dict[int, _Region] = {}
     for tensor in tensors:
-        size = tensor.element_size()
-        start = int(tensor.storage_offset()) * size
-        last = sum(
-            (int(length) - 1) * int(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        stop = start + (last + 1) * size if tensor.numel() else start
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        stop = start + spanned_bytes(tensor)
         region = regions.setdefault(_address(tensor), _Region(_bytes_of(tensor), start, stop))
         region.start, region.stop = min(region.start, start), max(region.stop, stop)
     return regions
