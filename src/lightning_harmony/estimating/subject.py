@@ -22,9 +22,10 @@ from lightning_harmony.engine.batches.merge import loss_of
 from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.companions import Companions
 from lightning_harmony.engine.structures.parts import made_of, parts_of
+from lightning_harmony.engine.updates.device_step import ASSUMED_STATE_COPIES
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.setup import compat
-from lightning_harmony.updating.optimizer_state import ASSUMED_STATE_COPIES, STATE_COPIES
+from lightning_harmony.updating.optimizer_state import STATE_COPIES
 
 _TRUE_TYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 _MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -17,6 +17,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.parts import parts_of
+from lightning_harmony.engine.updates.device_step import ASSUMED_STATE_COPIES
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.fit.state_aside import StateAside
 from lightning_harmony.fit.user_steps import num_elements
@@ -25,7 +26,7 @@ from lightning_harmony.microbatches.fewest import Fewest
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.setup.lightning_tree import LightningTree
-from lightning_harmony.updating.optimizer_state import ASSUMED_STATE_COPIES, expected_state_bytes
+from lightning_harmony.updating.optimizer_state import expected_state_bytes
 
 Result = TypeVar("Result")
 

@@ -13,14 +13,13 @@ from torch.utils._pytree import tree_leaves
 from lightning_harmony.engine.glue.equal_stand_ins import stood_for
 from lightning_harmony.engine.glue.glue import StandIn
 from lightning_harmony.engine.nodes.division import Division
+from lightning_harmony.engine.updates.device_step import ASSUMED_STATE_COPIES
 
 # Host bytes of optimizer state per parameter byte, where it is known before the first step.
 STATE_COPIES = {
     "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Rprop": 2, "RMSprop": 1, "Adagrad": 1,
     "ASGD": 1, "Muon": 1,
 }  # fmt: skip
-# Of an optimizer that does not tell what its state will take: the two moments of Adam.
-ASSUMED_STATE_COPIES = 2
 
 
 def expected_state_bytes(optimizers: Sequence[Optimizer], division: Division | None = None) -> int | None:

@@ -182,7 +182,7 @@ class UpdatePolicy:
         trainer, module, optimizer = self.trainer, self.trainer.lightning_module, self._optimizers[0]
         owners = [*trainer.callbacks, *trainer.loggers, trainer.datamodule, trainer.train_dataloader]
         # What the user's code has set there, beside Lightning's own.
-        owners += [each for each in vars(trainer).values() if type(each).__module__.partition(".")[0] not in LIGHTNING]
+        owners += filter(_is_users, vars(trainer).values())
         known = [optimizer, *owners]
         if self.lookout.gives_memory:
             self.look_again()
