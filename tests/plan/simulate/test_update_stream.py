@@ -1,12 +1,7 @@
 """Updates of a device one at a time, and room for gradients that wait for theirs."""
 
 from lightning_harmony.plan.simulate.device_memory import DeviceMemory
-from lightning_harmony.plan.simulate.update_stream import Staying, UpdateStream, room_on_host_at
-
-
-def staying_in(memory: DeviceMemory) -> Staying:
-    """Gradients of ten bytes."""
-    return Staying((memory,), 10)
+from lightning_harmony.plan.simulate.update_stream import UpdateStream, room_on_host_at
 
 
 def stream() -> UpdateStream:
@@ -54,7 +49,7 @@ def test_gradients_of_all_devices_share_the_room_on_the_host() -> None:
 
 def test_gradients_that_stay_on_a_device_take_no_room_there() -> None:
     updates = UpdateStream({0: 0, 1: 1}, [5.0, 2.0])
-    updates.add(1, 1.0, staying_in(DeviceMemory(None)))
+    updates.add(1, 1.0, 10)
     updates.add(0, 2.0)
     assert room_on_host_at(updates, [updates], 2) == 0.0
     # Behind the other one, which came first.
@@ -63,8 +58,8 @@ def test_gradients_that_stay_on_a_device_take_no_room_there() -> None:
 
 def test_gradients_that_stay_on_a_device_are_there_until_their_update_has_ended() -> None:
     memory = DeviceMemory(100)
-    updates = UpdateStream({0: 0, 1: 1}, [5.0, 2.0])
-    updates.add(1, 1.0, staying_in(memory))
+    updates = UpdateStream({0: 0, 1: 1}, [5.0, 2.0], [memory])
+    updates.add(1, 1.0, 10)
     memory.take(100, 0.0)
     assert memory.room_at(10) is None
     updates.run_all()
@@ -73,7 +68,7 @@ def test_gradients_that_stay_on_a_device_are_there_until_their_update_has_ended(
 
 def test_updates_of_gradients_on_a_device_may_outlast_the_step() -> None:
     updates = UpdateStream({0: 0, 1: 1}, [5.0, 2.0])
-    updates.add(1, 1.0, staying_in(DeviceMemory(None)))
+    updates.add(1, 1.0, 10)
     updates.add(0, 2.0)
     updates.run_all()
     assert updates.left_behind(2.5) == [(10, 0.5)]

@@ -15,7 +15,7 @@ from lightning_harmony.plan.simulate.replay_state import (
     ReplayState,
     seconds_of,
 )
-from lightning_harmony.plan.simulate.update_stream import Staying, room_on_host_at
+from lightning_harmony.plan.simulate.update_stream import room_on_host_at
 from lightning_harmony.plan.values.host_need import RING
 from lightning_harmony.plan.values.task import COMPUTE, Errand, Kind, Phase
 
@@ -240,8 +240,7 @@ class GradientRules:
         if pack in self._state.plan.device_updated:
             self._refuse_unfinished_sums(device, pack)
             num_bytes = device.sums.pop(pack) + device.masters.pop(pack, 0) + self.handed_over_bytes(device, pack)
-            staying = Staying((device.memory, device.lasting), num_bytes)
-            device.updates.add(pack, device.summed_at[pack], staying)
+            device.updates.add(pack, device.summed_at[pack], num_bytes)
             return
         sent, after = self._sent.get(pack, {}), 0.0
         if self._state.plan.just_in_time and not sent:

@@ -151,16 +151,10 @@ class ReplayState:
         updating = [
             _update_seconds(cost, machine, stays=pack in plan.state_on_device) for pack, cost in enumerate(packs)
         ]
-        self.devices = [
-            Device(
-                number,
-                own,
-                DeviceMemory(machine.capacity_bytes, machine.occupied_bytes),
-                DeviceMemory(limit),
-                UpdateStream(ranks, updating),
-            )
-            for number, (own, limit) in enumerate(zip(schedule.devices, limits, strict=True))
-        ]
+        self.devices = []
+        for number, (own, limit) in enumerate(zip(schedule.devices, limits, strict=True)):
+            memories = DeviceMemory(machine.capacity_bytes, machine.occupied_bytes), DeviceMemory(limit)
+            self.devices.append(Device(number, own, *memories, UpdateStream(ranks, updating, memories)))
 
     # ---- when the next task runs ---------------------------------------------------------------------------------------
 

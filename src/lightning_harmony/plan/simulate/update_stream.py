@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
 from lightning_harmony.plan.simulate.device_memory import DeviceMemory
-
-
-@dataclass(frozen=True)
-class Staying:
-    """What an update uses up where gradients were summed.
-
-    Attributes:
-        memories: those of the device that have it.
-        num_bytes: what it takes there.
-    """
-
-    memories: Sequence[DeviceMemory]
-    num_bytes: int
 
 
 class UpdateStream:
@@ -31,18 +17,21 @@ class UpdateStream:
     Args:
         ranks: by pack, when the next forward needs it.
         seconds: by pack, what its update takes.
+        memories: of the device, with what updates use up that stays there.
 
     Attributes:
         done: packs that have been updated, with beginning and end.
         free: when the last of these has ended.
     """
 
-    def __init__(self, ranks: Mapping[int, int], seconds: Sequence[float]) -> None:
+    def __init__(
+        self, ranks: Mapping[int, int], seconds: Sequence[float], memories: Sequence[DeviceMemory] = ()
+    ) -> None:
         self.done: list[tuple[int, float, float]] = []
-        self._ranks, self._seconds = ranks, seconds
+        self._ranks, self._seconds, self._memories = ranks, seconds, memories
         self._added: set[int] = set()
         self._on_host: set[int] = set()
-        self._staying: dict[int, Staying] = {}
+        self._staying: dict[int, int] = {}
         self._coming: list[tuple[float, int, int]] = []
         self._waiting: list[tuple[int, int]] = []
         self._goes_by_rank = False
@@ -51,13 +40,19 @@ class UpdateStream:
     def __contains__(self, pack: int) -> bool:
         return pack in self._added
 
-    def add(self, pack: int, seconds: float, staying: Staying | None = None) -> None:
-        """The gradients of a pack are there from that moment on: on the host, or where they were summed."""
+    def add(self, pack: int, seconds: float, staying_bytes: int | None = None) -> None:
+        """The gradients of a pack are there from that moment on: on the host, or where they were summed.
+
+        Args:
+            pack: which one.
+            seconds: the moment.
+            staying_bytes: what its update uses up where they were summed; None where they are on the host.
+        """
         self._added.add(pack)
-        if staying is None:
+        if staying_bytes is None:
             self._on_host.add(pack)
         else:
-            self._staying[pack] = staying
+            self._staying[pack] = staying_bytes
         heappush(self._coming, (seconds, self._ranks[pack], pack))
 
     @property
@@ -98,10 +93,8 @@ class UpdateStream:
         start, self.free = self.free, self.free + self._seconds[pack]
         self._on_host.discard(pack)
         self.done.append((pack, start, self.free))
-        if pack in self._staying:
-            staying = self._staying[pack]
-            for memory in staying.memories:
-                memory.give(staying.num_bytes, self.free, lingers=True)
+        for memory in self._memories:
+            memory.give(self._staying.get(pack, 0), self.free, lingers=True)
         return True
 
     def _order_of(self, waiting: tuple[int, int]) -> int:
@@ -111,7 +104,7 @@ class UpdateStream:
     def left_behind(self, seconds: float) -> list[tuple[int, float]]:
         """The gradients that updates still use up after so many seconds: their bytes, and until when."""
         ends = {pack: end - seconds for pack, _, end in self.done}
-        return [(each.num_bytes, ends[pack]) for pack, each in self._staying.items() if ends[pack] > 0.0]
+        return [(num_bytes, ends[pack]) for pack, num_bytes in self._staying.items() if ends[pack] > 0.0]
 
 
 def room_on_host_at(own: UpdateStream, streams: Sequence[UpdateStream], most: int) -> float:
