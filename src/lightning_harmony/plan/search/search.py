@@ -26,7 +26,7 @@ by a layer, one is taken out or put in, or a few packs more or fewer are fused o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, chain, combinations, zip_longest
 from math import inf
 from random import Random
@@ -132,21 +132,6 @@ def _ladder(most: int) -> list[int]:
     return [0, *(2**power for power in range(most.bit_length()) if 2**power < most), *([most] if most else [])]
 
 
-@dataclass(frozen=True, order=True)
-class _Candidate:
-    """A plan that may be the best: the one that could take least comes first, of several the one with fewest visits.
-
-    Attributes:
-        least_seconds: what it takes at least, weighed.
-        num_visits: how many it has.
-        number: tells those apart that are alike.
-    """
-
-    least_seconds: float
-    num_visits: int
-    number: int
-
-
 class Space:
     """The plans that are searched.
 
@@ -191,19 +176,16 @@ class Space:
             return None
         tasks_of_forward, tasks_of_climb = FORWARD_SHARE * most_tasks, CLIMB_SHARE * most_tasks
         most_tasks *= 1 - FORWARD_SHARE - (0 if self._takes_all else CLIMB_SHARE)
-        plans: list[Plan] = []
-        candidates: list[_Candidate] = []
         machine = self._profile.machine
+        # What each takes at least, weighed; how many visits it has, of which fewer come first; and a number of its own.
+        candidates: list[tuple[float, int, int, Plan]] = []
         for plan, packs in self._plans(most_tasks):
             least = least_seconds(plan, packs, machine) * (1 - _ROUNDING)
             if least < below - turn_seconds * _num_turns(plan):
-                candidates.append(_Candidate(_weighed(plan, least), len(plan.visits), len(plans)))
-                plans.append(plan)
-        candidates.sort()
+                candidates.append((_weighed(plan, least), len(plan.visits), len(candidates), plan))
         found: Plan | None = None
-        for candidate in candidates:
-            plan = plans[candidate.number]
-            if found is not None and candidate.least_seconds >= _weighed(found, found.predicted_seconds):
+        for least, _, _, plan in sorted(candidates):
+            if found is not None and least >= _weighed(found, found.predicted_seconds):
                 break
             if _num_tasks(plan) > most_tasks:
                 continue
