@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,10 +75,12 @@ def rehearse(
         lent = borrowed.lent(layers)
         try:
             first = Rehearsal(model, lent, {})
-            wide = first.run(step, microbatch, casting)
+            first.run(step, microbatch, casting)
             if not any(first.narrow.values()):
-                return wide.profile(wide)
-            return Rehearsal(model, lent, first.narrow).run(step, microbatch, casting).profile(wide)
+                return first.profile(first)
+            second = Rehearsal(model, lent, first.narrow)
+            second.run(step, microbatch, casting)
+            return second.profile(first)
         except BorrowsModuleError as error:
             if not borrowed.note(model, error):
                 raise
@@ -129,8 +130,8 @@ class Rehearsal(Runtime):
 
     # ---- the step ------------------------------------------------------------------------------------------------------
 
-    def run(self, step: Callable[[Any], Tensor], microbatch: Any, casting: Callable[[], Any]) -> RehearsedStep:
-        """Run the step and its backward; what was seen."""
+    def run(self, step: Callable[[Any], Tensor], microbatch: Any, casting: Callable[[], Any]) -> None:
+        """Run the step and its backward."""
         with casting():
             self._dtype = autocast_dtype(CPU)
         for layer in self._layers:
@@ -145,10 +146,6 @@ class Rehearsal(Runtime):
         finally:
             for each in intercepted:
                 each.remove()
-        num_elements = sum(p.numel() for p in self._names)
-        return RehearsedStep(
-            self._layers, self._by_layer, self._store, num_elements, self._buffer_bytes, self._microbatch_bytes
-        )
 
     def _run_on_fakes(self, step: Callable[[Any], Tensor], microbatch: Any, casting: Callable[[], Any]) -> None:
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -216,6 +213,51 @@ class Rehearsal(Runtime):
             self._count(tensor)
         self._by_layer.resident_bytes += self.device.allocated_bytes() - before
         return parameters, buffers
+
+    def profile(self, first: Rehearsal) -> StepProfile:
+        """What was seen, for predictions.
+
+        Args:
+            first: that of a first step, with weights as they are.
+        """
+        seen: set[nn.Parameter] = set()
+        layers = []
+        for layer, wide in zip(self._layers, first._layers, strict=True):
+            trained = [p for p in layer.parameters if p.requires_grad and p not in seen]
+            seen.update(layer.parameters)
+            totals = self._by_layer.totals[layer.index]
+            layers.append(
+                LayerProfile(
+                    cost=self._by_layer.work.cost(layer, self._store),
+                    first_cost=first._by_layer.work.cost(wide, first._store),
+                    swapped_bytes=self._swapped_bytes(layer),
+                    trained_bytes=sum(p.numel() * p.element_size() for p in trained),
+                    num_trained=sum(p.numel() for p in trained),
+                    held=totals.held,
+                    first_held=first._by_layer.totals[layer.index].held,
+                    input_bytes=totals.input_bytes,
+                    stash_bytes=totals.stash_bytes,
+                    num_calls=totals.num_calls,
+                    forward=totals.forward,
+                    backward=totals.backward,
+                    recompute=totals.recompute,
+                )
+            )
+        return StepProfile(
+            layers=tuple(layers),
+            calls=tuple(self._by_layer.calls),
+            weight_bytes=self._store.num_bytes,
+            num_parameters=sum(p.numel() for p in self._names),
+            buffer_bytes=self._buffer_bytes,
+            microbatch_bytes=self._microbatch_bytes,
+            start_bytes=self._by_layer.start_bytes,
+            loss_bytes=max(self._by_layer.loss_bytes, first._by_layer.loss_bytes),
+        )
+
+    def _swapped_bytes(self, layer: SwappedLayer) -> int:
+        """What crosses the bus to bring a layer."""
+        pack = SwappedPack(-1, [layer], self._store)
+        return pack.layout.copied_bytes + pack.buffer_bytes
 
     # ---- what layers and glue ask for ----------------------------------------------------------------------------------
 
@@ -336,69 +378,3 @@ class Rehearsal(Runtime):
         self._by_layer.work.note_graph(layer, call.graph_bytes)
         self._by_layer.totals[layer.index].recompute += call.recompute
         self.redo(call.backward, call.backward_bytes)
-
-
-@dataclass
-class RehearsedStep:
-    """A step that has run on fake tensors.
-
-    Attributes:
-        layers: of the model, with those that its code between layers uses parameters of.
-        by_layer: what counts to each.
-        store: where parameters would live.
-        num_parameters: their elements.
-        buffer_bytes: of all buffers.
-        microbatch_bytes: of the batch.
-    """
-
-    layers: Sequence[SwappedLayer]
-    by_layer: WorkByLayer
-    store: FakeStore
-    num_parameters: int
-    buffer_bytes: int
-    microbatch_bytes: int
-
-    def profile(self, first: RehearsedStep) -> StepProfile:
-        """What was seen, for predictions.
-
-        Args:
-            first: the rehearsal of a first step, with weights as they are.
-        """
-        seen: set[nn.Parameter] = set()
-        layers = []
-        for layer, wide in zip(self.layers, first.layers, strict=True):
-            trained = [p for p in layer.parameters if p.requires_grad and p not in seen]
-            seen.update(layer.parameters)
-            totals = self.by_layer.totals[layer.index]
-            layers.append(
-                LayerProfile(
-                    cost=self.by_layer.work.cost(layer, self.store),
-                    first_cost=first.by_layer.work.cost(wide, first.store),
-                    swapped_bytes=self._swapped_bytes(layer),
-                    trained_bytes=sum(p.numel() * p.element_size() for p in trained),
-                    num_trained=sum(p.numel() for p in trained),
-                    held=totals.held,
-                    first_held=first.by_layer.totals[layer.index].held,
-                    input_bytes=totals.input_bytes,
-                    stash_bytes=totals.stash_bytes,
-                    num_calls=totals.num_calls,
-                    forward=totals.forward,
-                    backward=totals.backward,
-                    recompute=totals.recompute,
-                )
-            )
-        return StepProfile(
-            layers=tuple(layers),
-            calls=tuple(self.by_layer.calls),
-            weight_bytes=self.store.num_bytes,
-            num_parameters=self.num_parameters,
-            buffer_bytes=self.buffer_bytes,
-            microbatch_bytes=self.microbatch_bytes,
-            start_bytes=self.by_layer.start_bytes,
-            loss_bytes=max(self.by_layer.loss_bytes, first.by_layer.loss_bytes),
-        )
-
-    def _swapped_bytes(self, layer: SwappedLayer) -> int:
-        """What crosses the bus to bring a layer."""
-        pack = SwappedPack(-1, [layer], self.store)
-        return pack.layout.copied_bytes + pack.buffer_bytes
