@@ -676,7 +676,7 @@ class TestThreadState:
 class TestAmbientState:
     def test_it_holds_whether_cudnn_rounds_to_tf32(self) -> None:
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            state = AmbientState.capture()
+            state = AmbientState()
         assert torch.backends.cudnn.allow_tf32
         with state.entered():
             assert not torch.backends.cudnn.allow_tf32
@@ -685,7 +685,7 @@ class TestAmbientState:
     @pytest.mark.parametrize("enabled", [True, False])
     def test_is_given_back_whatever_is_on(self, enabled: bool) -> None:
         with torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
-            state = AmbientState.capture()
+            state = AmbientState()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             with state.entered():
                 assert torch.is_autocast_enabled("cpu") is enabled
@@ -695,7 +695,7 @@ class TestAmbientState:
     def test_keeps_no_casts_of_weights(self) -> None:
         weight = torch.ones(2, 2, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            state = AmbientState.capture()
+            state = AmbientState()
         with state.entered():
             before = torch.ones(2, 2) @ weight
             with torch.no_grad():

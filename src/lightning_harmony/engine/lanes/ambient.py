@@ -409,17 +409,12 @@ class ProcessState(tuple[Any, ...]):
 
 
 class AmbientState:
-    """What code finds around it at one moment: the state of its thread, of the process, and context variables."""
+    """What the calling code finds around it at one moment: the state of its thread, of the process, and context variables."""
 
     def __init__(self) -> None:
         self._process = ProcessState.capture()
         self._thread = [get() for get in _GETS_OF_THREAD]
         self._context = contextvars.copy_context()
-
-    @classmethod
-    def capture(cls) -> AmbientState:
-        """What the calling code finds."""
-        return cls()
 
     def is_as(self, other: AmbientState) -> bool:
         """Whether code finds the same in both, but for context variables."""

@@ -63,7 +63,7 @@ class Lane:
         self._closing = False
         self._num_jobs = 0
         self._job: Callable[[], None] | None = None
-        self._ambient = AmbientState.capture()
+        self._ambient = AmbientState()
         # A bare lock, released by the other side: a semaphore takes several times as long to hand over.
         self.go = threading.Lock()
         self.go.acquire()
@@ -80,7 +80,7 @@ class Lane:
         """
         assert self.finished
         self._job, self._aborted, self.finished = job, False, False
-        self._ambient = AmbientState.capture()
+        self._ambient = AmbientState()
         if core is not None and self._num_jobs >= NUM_FIRST_JOBS:
             keep_to(core, self._thread)
         self._num_jobs += 1

@@ -86,7 +86,7 @@ class Recompute:
             given = self._arguments.given if with_graph else ()
             objects = ObjectsOfCall(given, again, self.attributes.objects, self._runtime.stash)
             found = self._runtime.note_call(objects)
-            self._random, self._ambient = RandomState.capture(residency.cuda_index), AmbientState.capture()
+            self._random, self._ambient = RandomState.capture(residency.cuda_index), AmbientState()
         self._restore, self._elsewhere = found
         self._unchanged = _Unchanged(self._arguments.tensors)
         last_filled = self._runtime.last_filled() if self._layer.buffers else {}

@@ -133,7 +133,7 @@ class RecordedLayer:
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in arguments.leaves]
         self._needs = [tensor.requires_grad for tensor in arguments.tensors]
         self.trained = [parameter for parameter in layer.parameters if parameter.requires_grad]
-        self._ambient, self._attributes = AmbientState.capture(), layer.attributes.read()
+        self._ambient, self._attributes = AmbientState(), layer.attributes.read()
         self._device, self._narrow = residency.device, layer.narrow
         self._signature = signature(layer, residency)
         self._hooks = hooks_within(layer.whole)
@@ -159,7 +159,7 @@ class RecordedLayer:
         return (
             key == self.key
             and self._fits(residency)
-            and self._ambient.is_as(AmbientState.capture())
+            and self._ambient.is_as(AmbientState())
             and self.layer.attributes.read() is self._attributes
             and not any(self._hooks)
         )
