@@ -293,7 +293,7 @@ def _fitting(candidates: list[Workload], precision: str, num_steps: int | None, 
     """
     machine = measure_machine()
     for workload in candidates:
-        outlook = _estimate(workload, precision, replace(machine, device_bytes=None), None)
+        outlook = _estimate(workload, precision, machine, None)
         room = machine.device_bytes if accelerator == "gpu" else machine.host_bytes
         if (room is None or MOST_SPARE * outlook.in_memory_bytes < room) and outlook.fits_host(outlook.chosen):
             return Bench(workload, outlook, machine, precision, accelerator, num_steps or MEASURED_STEPS[accelerator])

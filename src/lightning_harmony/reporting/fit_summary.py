@@ -106,12 +106,7 @@ def describe_start(engine: Executor, *, runs_alone: bool) -> str:
 
 
 def describe_plan(
-    engine: Executor,
-    optimizers: Sequence[Any],
-    update: str,
-    reason: str,
-    seen: str | None = None,
-    takes_turns: bool = True,
+    engine: Executor, optimizers: Sequence[Any], update: str, reason: str, seen: str | None, takes_turns: bool
 ) -> str:
     """What the plan says, and where things live: a table, and a few lines below it.
 

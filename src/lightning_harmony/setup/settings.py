@@ -150,7 +150,7 @@ class Settings:
     def _given_number(self) -> int | None:
         return self.num_microbatches or (None if self.plan is None else self.plan.num_microbatches)
 
-    def sizes(self, batch_size: int, number: int = 1) -> tuple[int, ...]:
+    def sizes(self, batch_size: int, number: int) -> tuple[int, ...]:
         """The samples of each microbatch of a batch.
 
         Args:

@@ -337,7 +337,7 @@ class LanePool:
         self._give(lane)
         return self._wait(patience, stillness)
 
-    def _wait(self, patience: float, stillness: float = inf) -> str | None:
+    def _wait(self, patience: float, stillness: float) -> str | None:
         """Wait until the baton is back.
 
         Args:

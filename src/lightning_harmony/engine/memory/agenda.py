@@ -31,7 +31,7 @@ class Agenda:
         ends_with_forward: whether a step that does so has no backward, as evaluations have none.
     """
 
-    def __init__(self, number: int = 0) -> None:
+    def __init__(self, number: int) -> None:
         self.plan = Plan((), (), 0)
         self.follows_moves = True
         self.ends_with_forward = False
