@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_harmony.engine.lanes.autocast import Autocast
-
 # Changes the gradients of some parameters in place, whichever they are.
 Clip = Callable[[list[nn.Parameter]], None]
 # The optimizer's state of some parameters.
@@ -56,22 +54,22 @@ class Share:
     Args:
         optimizer: one that `why_not_separable` finds nothing against.
         groups: the parameters, with the number of the group that each is in.
-        autocast: where the step was asked for: a manual training_step asks within it. None where it is off.
+        surroundings: makes the context in which an optimizer steps them: a manual training_step asks for that within autocast.
 
     Attributes:
         optimizer: whose.
-        surroundings: makes the context in which an optimizer steps them.
+        surroundings: the same.
         gradients: of the parameters that have one, wherever it is: nobody else takes these away.
         masters: parameters that are on a device already, as they are on the host.
     """
 
     def __init__(
-        self, optimizer: Optimizer, groups: Mapping[nn.Parameter, int], autocast: Autocast | None = None
+        self,
+        optimizer: Optimizer,
+        groups: Mapping[nn.Parameter, int],
+        surroundings: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.optimizer = optimizer
-        self.surroundings: Callable[[], AbstractContextManager[None]] = (
-            nullcontext if autocast is None else autocast.entered
-        )
+        self.optimizer, self.surroundings = optimizer, surroundings
         self.gradients: dict[nn.Parameter, Tensor] = {p: p.grad for p in groups if p.grad is not None}
         self.masters: dict[nn.Parameter, Tensor] = {}
         self._stand_ins = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in groups}

@@ -85,11 +85,11 @@ class PostponedUpdate:
             for parameter in others:
                 del left[parameter]
         events: dict[nn.Parameter, Event] = {}
-        autocast = Autocast()
+        surroundings = Autocast().entered
         for number, parameters in enumerate([*order, list(left)]):
             members = {parameter: left.pop(parameter) for parameter in parameters if parameter in left}
             if members:
-                share = Share(optimizer, members, autocast)
+                share = Share(optimizer, members, surroundings)
                 parameter = next(iter(members))
                 queue = queue_for(self._queues, parameter, share.gradients[parameter], number)
                 event = queue.submit(partial(_update, queue, share, clip), urgency=Urgency(number))
