@@ -16,7 +16,7 @@ from lightning_harmony.estimating.advice import with_advice
 from lightning_harmony.estimating.result import Estimate, Row
 from lightning_harmony.estimating.subject import Subject, casting, make_subject, naming_failures, precision_name
 from lightning_harmony.plan.outlook.nodes import Nodes
-from lightning_harmony.plan.outlook.outlook import Outlook, look_ahead
+from lightning_harmony.plan.outlook.outlook import Outlook, StepAhead
 from lightning_harmony.plan.outlook.work import StepProfile, between
 from lightning_harmony.plan.search.search import MOST_TASKS
 from lightning_harmony.plan.values.card_memory import usable_bytes
@@ -116,7 +116,7 @@ def estimate(
             return rehearse(subject.module, found, subject.step, _microbatch(subject, of_size), casting(precision))
 
     def outlook_of(profile: StepProfile, of_size: int, most_tasks: float) -> Outlook:
-        return look_ahead(
+        ahead = StepAhead(
             profile,
             where,
             capacity_bytes=capacity,
@@ -126,6 +126,7 @@ def estimate(
             most_tasks=most_tasks,
             nodes=nodes,
         )
+        return ahead.outlook()
 
     if num_microbatches is not None or microbatch_size is not None:
         size = microbatch_sizes(

@@ -40,9 +40,6 @@ class Nodes:
         return 0.0 if self.bytes_per_second is None else self.sent_bytes(num_bytes) / self.bytes_per_second
 
 
-ALONE = Nodes()
-
-
 class Pack(NamedTuple):
     """What a step does with a pack on each node.
 

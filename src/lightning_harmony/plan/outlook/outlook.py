@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_harmony.errors import PlanError
-from lightning_harmony.plan.outlook.nodes import ALONE, Nodes, Pack, packs_of, seconds_on
+from lightning_harmony.plan.outlook.nodes import Nodes, Pack, packs_of, seconds_on
 from lightning_harmony.plan.outlook.work import Held, LayerProfile, StepProfile
 from lightning_harmony.plan.search.deciding import decide
 from lightning_harmony.plan.search.rules import with_graphs
-from lightning_harmony.plan.search.search import MOST_TASKS
 from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.values.cost import Cost, pack_cost
 from lightning_harmony.plan.values.host_need import HostNeed, bytes_beside_state
@@ -91,34 +90,6 @@ class Outlook:
         return max(self.busy_seconds, key=lambda part: self.busy_seconds[part])
 
 
-def look_ahead(
-    profile: StepProfile,
-    machine: Machine,
-    *,
-    capacity_bytes: int | None,
-    num_microbatches: int,
-    is_deferred: bool = False,
-    state_copies: int = 2,
-    most_tasks: float = MOST_TASKS,
-    nodes: Nodes = ALONE,
-) -> Outlook:
-    """Tell what a step will take.
-
-    Args:
-        profile: of one microbatch.
-        machine: where it runs.
-        capacity_bytes: what the device may hold; None for no limit.
-        num_microbatches: how many there are.
-        is_deferred: whether parameters are updated after the backward.
-        state_copies: bytes of optimizer state for each byte of a trained parameter.
-        most_tasks: how many tasks are replayed in the search for a plan.
-        nodes: that train, each on such a machine.
-    """
-    return _Step(
-        profile, machine, capacity_bytes, num_microbatches, is_deferred, state_copies, most_tasks, nodes
-    ).look_ahead()
-
-
 @dataclass(frozen=True)
 class _Course:
     """What replays of a plan come to.
@@ -141,43 +112,57 @@ class _Course:
 
 
 @dataclass
-class _Step:
-    _profile: StepProfile
-    _machine: Machine
-    _capacity: int | None
-    _lanes: int
-    _is_deferred: bool
-    _state_copies: int
-    _most_tasks: float
-    _nodes: Nodes
+class StepAhead:
+    """A step that nobody has run.
+
+    Attributes:
+        profile: of one microbatch.
+        machine: where it runs.
+        capacity_bytes: what the device may hold; None for no limit.
+        num_microbatches: how many there are.
+        is_deferred: whether parameters are updated after the backward.
+        state_copies: bytes of optimizer state for each byte of a trained parameter.
+        most_tasks: how many tasks are replayed in the search for a plan.
+        nodes: that train, each on such a machine.
+    """
+
+    profile: StepProfile
+    machine: Machine
+    capacity_bytes: int | None
+    num_microbatches: int
+    is_deferred: bool
+    state_copies: int
+    most_tasks: float
+    nodes: Nodes
 
     def __post_init__(self) -> None:
         costs = {cost.name: cost for cost in self._costs()}
-        calls = [self._profile.layers[call].cost.name for call in self._profile.calls]
-        limits, replayed = self._limits(), min(self._lanes, MOST_REPLAYED)
-        self._plan = decide(costs, calls, replayed, limits, most_tasks=self._most_tasks)
-        if self._lanes > replayed:
-            self._plan = with_graphs(self._plan, costs, self._lanes, [limits.free_bytes])
+        calls = [self.profile.layers[call].cost.name for call in self.profile.calls]
+        limits, replayed = self._limits(), min(self.num_microbatches, MOST_REPLAYED)
+        self._plan = decide(costs, calls, replayed, limits, most_tasks=self.most_tasks)
+        if self.num_microbatches > replayed:
+            self._plan = with_graphs(self._plan, costs, self.num_microbatches, [limits.free_bytes])
         index_of = {name: index for index, name in enumerate(costs)}
         self._packs = [[index_of[name] for name in pack] for pack in self._plan.packs]
 
-    def look_ahead(self) -> Outlook:
+    def outlook(self) -> Outlook:
+        """What it will take."""
         plan, need = self._plan, self._need()
         course = self._course(plan)
         peak = max(course.bound_bytes, need.num_bytes)
         seconds, busy, sent_bytes = course.seconds, course.busy_seconds, 0
-        if self._nodes.number > 1:
+        if self.nodes.number > 1:
             packs = self._sent_packs(course.seconds)
             num_bytes = sum(pack.num_bytes for pack in packs)
-            seconds, sent_bytes = seconds_on(self._nodes, seconds, packs), self._nodes.sent_bytes(num_bytes)
-            if self._nodes.bytes_per_second is not None:
-                busy = {**busy, "network": self._nodes.seconds(num_bytes)}
+            seconds, sent_bytes = seconds_on(self.nodes, seconds, packs), self.nodes.sent_bytes(num_bytes)
+            if self.nodes.bytes_per_second is not None:
+                busy = {**busy, "network": self.nodes.seconds(num_bytes)}
         return Outlook(
-            num_microbatches=self._lanes,
+            num_microbatches=self.num_microbatches,
             plan=replace(plan, predicted=Predicted(course.seconds, (course.peak_bytes,))),
             need=need,
             host=self._host(),
-            peak_bytes=peak if self._capacity is None else min(peak, self._capacity),
+            peak_bytes=peak if self.capacity_bytes is None else min(peak, self.capacity_bytes),
             seconds=seconds,
             busy_seconds=busy,
             swapped_in_bytes=course.swapped_in_bytes,
@@ -187,9 +172,9 @@ class _Step:
 
     def _sent_packs(self, seconds: float) -> list[Pack]:
         """The packs whose gradients are sent, in a step that takes so long without that."""
-        plan = replace(self._plan, num_microbatches=min(self._lanes, MOST_REPLAYED))
+        plan = replace(self._plan, num_microbatches=min(self.num_microbatches, MOST_REPLAYED))
         assert plan.profile is not None
-        prediction = _replay(plan, is_deferred=self._is_deferred)
+        prediction = _replay(plan, is_deferred=self.is_deferred)
         # Of more microbatches, each part of the step takes longer.
         longer = seconds / prediction.seconds
         return [
@@ -200,8 +185,8 @@ class _Step:
     # ---- costs ---------------------------------------------------------------------------------------------------------
 
     def _costs(self) -> list[Cost]:
-        num_visits = Counter(visits_of(self._profile.calls))
-        return [self._cost(layer, num_visits[index]) for index, layer in enumerate(self._profile.layers)]
+        num_visits = Counter(visits_of(self.profile.calls))
+        return [self._cost(layer, num_visits[index]) for index, layer in enumerate(self.profile.layers)]
 
     def _cost(self, layer: LayerProfile, num_visits: int) -> Cost:
         """What a layer costs in each of the visits that a microbatch pays it, where it is a pack of its own."""
@@ -215,25 +200,25 @@ class _Step:
             forward_seconds=forward,
             backward_seconds=backward,
             recompute_seconds=recompute,
-            optimizer_bytes=self._state_copies * layer.cost.gradient_bytes,
+            optimizer_bytes=self.state_copies * layer.cost.gradient_bytes,
         )
 
     def _compute_seconds(self, layer: LayerProfile, part: str) -> tuple[float, float]:
         """How long the device computes a part of a layer, and how long the host is busy with that."""
-        work, machine = getattr(layer, part), self._machine
+        work, machine = getattr(layer, part), self.machine
         calls = layer.num_calls * machine.call_seconds if part != "recompute" else 0.0
         return work.device_seconds(machine), work.host_seconds(machine) + calls
 
     def _limits(self) -> DeviceLimits:
-        machine = self._machine
+        machine = self.machine
         return DeviceLimits(
-            self._capacity,
+            self.capacity_bytes,
             swap_in_bytes_per_second=machine.swap_in_bytes_per_second,
             swap_out_bytes_per_second=machine.swap_out_bytes_per_second,
             # The bus bounds it: half as many bytes a parameter take half as long.
-            update_bytes_per_second=4 * machine.updated_parameters_per_second / self._nodes.own_share,
-            updates_in_place=machine.computes_apart and not self._is_deferred,
-            state_may_stay=machine.computes_apart and not self._is_deferred,
+            update_bytes_per_second=4 * machine.updated_parameters_per_second / self.nodes.own_share,
+            updates_in_place=machine.computes_apart and not self.is_deferred,
+            state_may_stay=machine.computes_apart and not self.is_deferred,
             pools_apart=machine.computes_apart,
             occupied_bytes=self._other_bytes,
         )
@@ -241,14 +226,14 @@ class _Step:
     # ---- its course ----------------------------------------------------------------------------------------------------
 
     def _course(self, plan: Plan) -> _Course:
-        if self._lanes <= MOST_REPLAYED:
-            return self._replayed(plan, self._lanes)
+        if self.num_microbatches <= MOST_REPLAYED:
+            return self._replayed(plan, self.num_microbatches)
         half = MOST_REPLAYED // 2
         one, other = self._replayed(plan, half), self._replayed(plan, MOST_REPLAYED)
-        return on_line(one, other, (self._lanes - half) / half)
+        return on_line(one, other, (self.num_microbatches - half) / half)
 
     def _replayed(self, plan: Plan, num_microbatches: int) -> _Course:
-        prediction = _replay(replace(plan, num_microbatches=num_microbatches), is_deferred=self._is_deferred)
+        prediction = _replay(replace(plan, num_microbatches=num_microbatches), is_deferred=self.is_deferred)
         (device,) = prediction.devices
         busy = {"compute": 0.0, "launch": 0.0, "swap in": 0.0, "swap out": 0.0, "update": 0.0}
         for span in device.spans:
@@ -257,7 +242,7 @@ class _Step:
         for number, pack in enumerate(self._packs):
             keeps = number in plan.fused | plan.kept
             for index in pack if number in plan.visits else ():
-                layer = self._profile.layers[index]
+                layer = self.profile.layers[index]
                 parts = [self._compute_seconds(layer, part) for part in ("forward", "backward", "recompute")]
                 for place, part in enumerate(("compute", "launch")):
                     forward, backward, again = (seconds[place] for seconds in parts)
@@ -270,20 +255,20 @@ class _Step:
 
     @property
     def _other_bytes(self) -> int:
-        profile = self._profile
-        return profile.buffer_bytes + self._lanes * profile.microbatch_bytes + self._machine.library_bytes
+        profile = self.profile
+        return profile.buffer_bytes + self.num_microbatches * profile.microbatch_bytes + self.machine.library_bytes
 
     def _need(self) -> Need:
         """What the neediest takes: of the layers one by one, as in the first step, and of the packs."""
-        layers, calls = self._profile.layers, self._profile.calls
+        layers, calls = self.profile.layers, self.profile.calls
         first = [layer.first_held for layer in layers]
         waiting = self._waiting(first)
         needs = [
             Need(
                 "",
                 0,
-                self._profile.start_bytes,
-                (self._lanes - 1) * max(waiting.values(), default=0),
+                self.profile.start_bytes,
+                (self.num_microbatches - 1) * max(waiting.values(), default=0),
                 self._other_bytes,
             )
         ]
@@ -293,8 +278,8 @@ class _Step:
             # The backward of a loss runs beside the layer called last, and beside the gradients of earlier microbatches.
             last = layers[calls[-1]].first_cost
             state = last.weight_bytes + last.gradient_bytes
-            live = (self._lanes - 1) * waiting[calls[-1]]
-            needs.append(Need(last.name, state, self._profile.loss_bytes, live, self._other_bytes))
+            live = (self.num_microbatches - 1) * waiting[calls[-1]]
+            needs.append(Need(last.name, state, self.profile.loss_bytes, live, self._other_bytes))
         held = [layer.held for layer in layers]
         waiting = self._waiting(held)
         for pack in self._packs:
@@ -311,7 +296,7 @@ class _Step:
 
     def _needs(self, cost: Cost, num_calls: int, held: Held, waiting_bytes: int) -> list[Need]:
         """Forward, and backward with a sum of gradients for each call."""
-        live, other = (self._lanes - 1) * waiting_bytes, self._other_bytes
+        live, other = (self.num_microbatches - 1) * waiting_bytes, self._other_bytes
         # Room for its work is made before it comes.
         weights, gradients = cost.weight_bytes + cost.staging_bytes, max(num_calls, 1) * cost.gradient_bytes
         return [
@@ -325,7 +310,7 @@ class _Step:
         Args:
             held: by each layer.
         """
-        calls = self._profile.calls
+        calls = self.profile.calls
         at = {index: held[index].waiting_bytes for index in calls}
         waiting = dict.fromkeys(calls, 0)
         for place, index in enumerate(calls):
@@ -334,19 +319,19 @@ class _Step:
         return waiting
 
     def _host(self) -> HostNeed:
-        layers: Sequence[LayerProfile] = self._profile.layers
-        own_trained = int(self._nodes.own_share * sum(layer.trained_bytes for layer in layers))
-        state = self._state_copies * own_trained
+        layers: Sequence[LayerProfile] = self.profile.layers
+        own_trained = int(self.nodes.own_share * sum(layer.trained_bytes for layer in layers))
+        state = self.state_copies * own_trained
         # On nodes, a pack's gradients may wait for those of a slower one.
-        all_wait = self._is_deferred or self._nodes.number > 1
+        all_wait = self.is_deferred or self.nodes.number > 1
         packs = [sum(layers[index].trained_bytes for index in pack) for pack in self._packs]
         stash = sum(layer.stash_bytes for layer in layers)
         return HostNeed(
-            weight_bytes=self._profile.weight_bytes,
+            weight_bytes=self.profile.weight_bytes,
             gradient_bytes=bytes_beside_state(packs, state, is_deferred=all_wait),
             least_gradient_bytes=bytes_beside_state(packs, state, is_deferred=all_wait, ring=1),
             optimizer_bytes=state,
-            stash_bytes=self._lanes * stash,
+            stash_bytes=self.num_microbatches * stash,
             least_stash_bytes=stash,
         )
 
