@@ -1,7 +1,6 @@
 """Whose graphs are kept from forward to backward, so that nothing is recomputed."""
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 from lightning_harmony.plan.search.packing import BUFFERING, smallest
 from lightning_harmony.plan.values.cost import Cost
@@ -9,30 +8,6 @@ from lightning_harmony.plan.values.plan import Parallel
 
 # The host updates about as fast as a GPU runs backward: what it cannot begin in time, it ends too late.
 FUSED_SHARE = 0.25
-
-
-def graphs_to_keep(
-    visits: Sequence[int],
-    packs: Sequence[Cost],
-    num_microbatches: int,
-    capacities: Sequence[int | None],
-    parallel: Parallel,
-) -> tuple[int, frozenset[int]]:
-    """The first fused visit, and the packs before it that keep their graphs.
-
-    Args:
-        visits: the packs in the order in which a forward reaches them.
-        packs: what each pack costs.
-        num_microbatches: of the batch.
-        capacities: what each device may hold; None for no limit.
-        parallel: how packs are placed on the devices.
-    """
-    if len(capacities) == 1 or parallel == "data":
-        first = fused_from(visits, packs, smallest(capacities))
-    else:
-        first = fused_alone(visits)
-    kept_of = kept_on_devices(visits, first, packs, num_microbatches, capacities, parallel)
-    return first, frozenset(chain.from_iterable(kept_of))
 
 
 def fused_alone(visits: Sequence[int]) -> int:

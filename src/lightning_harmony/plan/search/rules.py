@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
-from lightning_harmony.plan.search.graphs import graphs_to_keep
+from lightning_harmony.plan.search.graphs import fused_alone, fused_from, kept_on_devices
 from lightning_harmony.plan.search.packing import fill_capacity, smallest
 from lightning_harmony.plan.values.cost import Cost, pack_cost
 from lightning_harmony.plan.values.plan import Parallel, Plan, visits_of
@@ -58,5 +59,9 @@ def with_graphs(plan: Plan, costs: Mapping[str, Cost], num_microbatches: int, ca
     if not plan.just_in_time:
         return plan
     whole = [pack_cost([costs[name] for name in pack]) for pack in plan.packs]
-    first_fused, kept = graphs_to_keep(plan.visits, whole, num_microbatches, capacities, plan.parallel)
-    return replace(plan, first_fused=first_fused, kept=kept)
+    if len(capacities) == 1 or plan.parallel == "data":
+        first = fused_from(plan.visits, whole, smallest(capacities))
+    else:
+        first = fused_alone(plan.visits)
+    kept_of = kept_on_devices(plan.visits, first, whole, num_microbatches, capacities, plan.parallel)
+    return replace(plan, first_fused=first, kept=frozenset(chain.from_iterable(kept_of)))
