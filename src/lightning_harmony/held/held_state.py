@@ -21,7 +21,6 @@ from lightning_harmony.engine.lanes.lock_wait import LOCKS
 from lightning_harmony.engine.lanes.rng import is_of_lanes
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.structures.containers import (
-    changed_names,
     copied_content,
     entries_of,
     have_same_content,
@@ -289,21 +288,6 @@ def _holds_tensors(value: Any) -> bool:
     if kind is tuple:
         return any(map(_holds_tensors, value))
     return issubclass(kind, Tensor) and not is_parameter(value)
-
-
-def changed_between(held: Held, before: Any, now: Any) -> list[Any]:
-    """The names of what differs between two copies of what is in a place; `ALL` of a list or set that does.
-
-    Args:
-        held: the place.
-        before: one of them.
-        now: the other one.
-    """
-    if before is now or have_same_content(before, now):
-        return []
-    if not held.is_named:
-        return [ALL]
-    return changed_names(before, now)
 
 
 def mark_of(value: Any) -> Any:

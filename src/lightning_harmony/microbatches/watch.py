@@ -16,13 +16,12 @@ from torch._C import DisableTorchFunction
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
 from lightning_harmony.engine.layers.runtime import FoundAtCall, ObjectsOfCall
 from lightning_harmony.engine.step.step import OnCall
-from lightning_harmony.engine.structures.containers import MISSING, have_same_content
+from lightning_harmony.engine.structures.containers import MISSING, changed_names, have_same_content
 from lightning_harmony.engine.structures.operations import Versions
 from lightning_harmony.held.held_state import (
     ALL,
     Held,
     Kind,
-    changed_between,
     in_one,
     is_held,
     mark_of,
@@ -194,10 +193,11 @@ class Watch:
             self._begun, self._marks = Contents(Together(())), []
 
     def _changed(self) -> Iterator[tuple[Held, Any, Any, Any]]:
-        """What is another object now than when the microbatch began: where, copies of then and now, and its name."""
+        """What is another object now than when the microbatch began: where, copies of then and now, and its name, or `ALL`."""
         for held, begun, now in self._begun.changed():
-            for name in changed_between(held, begun, now):
-                yield held, begun, now, name
+            if not have_same_content(begun, now):
+                for name in changed_names(begun, now) if held.is_named else [ALL]:
+                    yield held, begun, now, name
 
     def _note_change(self, held: Held, begun: Any, now: Any, name: Any, layer: str) -> None:
         seen = self.seen
