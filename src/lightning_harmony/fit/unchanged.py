@@ -96,18 +96,13 @@ class BuffersBefore:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._buffers: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+        owners = list(module.modules())
+        # Those of TorchScript cannot be replaced.
+        self._buffers = [(owner, dict(owner._buffers)) for owner in owners if isinstance(owner._buffers, dict)]
+        buffers = [buffer for owner in owners for buffer in owner._buffers.values() if buffer is not None]
+        parts = dict.fromkeys(part for buffer in buffers for part in parts_of(buffer))
         # By what they are of: its size, and its distinct elements.
-        self._copies: dict[Tensor, tuple[torch.Size, Tensor]] = {}
-        for owner in module.modules():
-            buffers = dict(owner._buffers)
-            # Those of TorchScript cannot be replaced.
-            if isinstance(owner._buffers, dict):
-                self._buffers.append((owner, buffers))
-            for buffer in buffers.values():
-                for part in () if buffer is None else parts_of(buffer):
-                    if part not in self._copies:
-                        self._copies[part] = part.size(), narrowed(part.detach()).to("cpu", copy=True)
+        self._copies = {part: (part.size(), narrowed(part.detach()).to("cpu", copy=True)) for part in parts}
 
     def restore(self) -> None:
         """Make them what they were."""
