@@ -172,8 +172,8 @@ def test_microbatches_spread_over_devices_differ_by_the_order_of_sums_only_and_a
     compare(first, again)
     report = first.reports[-1]
     assert report.transferred_bytes > 0
-    if net != "skipped" or same_training.accelerator == "cpu":
-        # On GPUs, what libraries take exceeds such a capacity: sums of a layer that was skipped were seen to make way.
+    if same_training.accelerator == "cpu":
+        # On GPUs, what libraries take exceeds such a capacity: sums were seen to make way.
         assert report.swapped_out_bytes["gradients"] == one.reports[-1].swapped_out_bytes["gradients"]
 
 

@@ -232,6 +232,7 @@ def test_what_a_split_prediction_draws_does_not_depend_on_the_capacity() -> None
     assert len(rows.unique(dim=0)) == len(rows)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("loop", ["validate", "test", "predict"])
 def test_a_step_that_takes_no_number_of_its_batch_is_split_and_each_batch_draws_its_own(loop: str) -> None:
     """The number was taken for granted: an evaluation that had to be split failed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -428,6 +429,21 @@ def test_how_busy_a_gpu_is_lies_between_nothing_and_all(tmp_path: Path) -> None:
     trainer.fit(build("plain"), DataLoader(nets.tokens(), batch_size=8))
     (busy,) = trainer.strategy.step_report.busy
     assert 0 < busy <= 1
+
+
+def test_what_cublas_keeps_for_the_lanes_is_taken_before_the_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came when microbatches first took turns, on a card that a plan had filled: cuBLAS found no memory."""
+    taken: list[str] = []
+
+    def count() -> int:
+        taken.append(threading.current_thread().name)
+        return handle()
+
+    handle = torch.cuda.current_blas_handle
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", count)
+    strategy = harmony(device_memory="256KiB", num_microbatches=4)
+    train_harmony(build(nets.Language), nets.tokens(), strategy, 8, with_gradients=False, accelerator="gpu")
+    assert taken == [f"harmony-lane-{number}" for number in range(4)]
 
 
 @pytest.mark.parametrize("gpu", [0, pytest.param(1, marks=needs_two)])

@@ -145,22 +145,31 @@ class RunsOut(Layered):
 
     Args:
         times: how many of them.
+        error: what tells of it.
     """
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, times: int, error: Exception) -> None:
         super().__init__()
-        self.left = times
+        self.left, self.error = times, error
 
     def forward(self, tokens: Tensor) -> Tensor:
         if threading.current_thread().name.startswith("harmony-lane") and self.left:
             self.left -= 1
-            raise torch.OutOfMemoryError
+            raise self.error
         return super().forward(tokens)
 
 
-@pytest.mark.parametrize("times", [1, 2])
+# Where cuBLAS finds no memory for a thread's handle, microbatches ended to take turns as if their code spoke against it.
+NO_HANDLE = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+@pytest.mark.parametrize(
+    ("times", "error"),
+    [(1, torch.OutOfMemoryError()), (2, torch.OutOfMemoryError()), (1, NO_HANDLE)],
+    ids=["once", "twice", "in a library"],
+)
 def test_turns_that_run_out_of_memory_are_planned_with_less_and_taken_again(
-    times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    times: int, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They ended for good, and each microbatch had all layers swapped in."""
     left = iter([700 * 1024])
@@ -174,7 +183,7 @@ def test_turns_that_run_out_of_memory_are_planned_with_less_and_taken_again(
     plain = train_plain(Net(Layered()), tokens, 4, BATCH_SIZE)
     strategy = HarmonyStrategy(device_memory=720 * 1024, num_microbatches=4)
     with caplog.at_level("INFO"):
-        harmony = train_harmony(Net(RunsOut(times)), tokens, strategy, BATCH_SIZE, with_gradients=False)
+        harmony = train_harmony(Net(RunsOut(times, error)), tokens, strategy, BATCH_SIZE, with_gradients=False)
     compare(plain, harmony)
     assert ("one after the other" in caplog.text) == (times == 2)
     assert strategy.profile is not None

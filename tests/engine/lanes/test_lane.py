@@ -50,6 +50,12 @@ def in_lane(pool: LanePool, job: Callable[[], Any]) -> Any:
     return results[0]
 
 
+def test_lanes_do_something_each_in_its_own_thread(pool: LanePool) -> None:
+    names: list[str] = []
+    pool.prepare(3, lambda: names.append(threading.current_thread().name))
+    assert names == [f"harmony-lane-{number}" for number in range(3)]
+
+
 def lane_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("harmony-lane")]
 

@@ -95,11 +95,17 @@ class CudaDevice(Device):
         bound_reserved_memory(self.torch_device, found.reserved_bytes)
         return True
 
+    def prepare_thread(self) -> None:
+        """Let cuBLAS make its handle, and torch that handle's work space."""
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.current_blas_handle()
+
     def note_shortage(self) -> bool:
-        """Plans get a sixteenth less, twice at most."""
+        """Plans get a sixteenth less of what the driver has left now, twice at most."""
         if self.capacity_bytes is None or self._num_shortages == _MOST_SHORTAGES:
             return False
         self._num_shortages += 1
+        self.note_kernels()
         self.capacity_bytes -= self.capacity_bytes // 16
         return True
 

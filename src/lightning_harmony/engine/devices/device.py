@@ -127,6 +127,10 @@ class Device(ABC):
         """Kernels of all kinds have run: see what these have left of the capacity. Whether it is less than before."""
         return False
 
+    @abstractmethod
+    def prepare_thread(self) -> None:
+        """Let libraries take what they keep of the device for the calling thread, before it is counted what they leave."""
+
     def note_shortage(self) -> bool:
         """There was too little memory for turns that a plan had found room for: whether plans get less from now on.
 

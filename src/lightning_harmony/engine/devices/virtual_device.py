@@ -73,6 +73,9 @@ class VirtualDevice(Device):
         """The thread that updates."""
         return CallingThread()
 
+    def prepare_thread(self) -> None:
+        """No library keeps anything."""
+
     def staging(self, num_bytes: int, stream: Stream) -> Tensor:
         """Not counted: small networks' capacities have no room for what is a small part of a GPU's."""
         return flat_buffer(num_bytes, torch.device("cpu"))

@@ -227,6 +227,11 @@ class LanePool:
             lane.begin(job, core)
         return lanes
 
+    def prepare(self, number: int, work: Callable[[], None]) -> None:
+        """Let each of so many lanes do something in its thread, one after the other."""
+        lanes = iter(self.lanes([work] * number))
+        self.drive(lambda lane: next(lanes, None))
+
     def drive(self, choose: Choose) -> None:
         """Let lanes run, one at a time, until ``choose`` names none.
 

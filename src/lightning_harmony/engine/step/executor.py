@@ -308,6 +308,8 @@ class Executor:
         for calls in called:
             observer.work.note_calls(calls)
         self._reset()
+        if not self.has_succeeded:
+            self._runner.prepare_lanes(len(called))
         seen = SeenStep(
             merge_calls(called),
             len(called),

@@ -13,7 +13,7 @@ from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.model.derived import out_of_reach
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.step.gradient_sums import GradientSums
-from lightning_harmony.engine.step.shortage import exceeded
+from lightning_harmony.engine.step.shortage import exceeded, shortages_of_libraries
 from lightning_harmony.engine.step.swapped_model import SwappedModel
 from lightning_harmony.plan.values.task import Phase, Task
 
@@ -58,7 +58,7 @@ class LoneCalls:
             pack.residency.ready.wait()
             self._recorder.enter(0, Task(index, phase, 0), pack)
             residents.weight_checks.begin(pack)
-            with out_of_reach(self._model.derived, only_here=True):
+            with out_of_reach(self._model.derived, only_here=True), shortages_of_libraries():
                 yield pack.residency
             residents.end_forward()
             residents.weight_checks.refuse_changed()

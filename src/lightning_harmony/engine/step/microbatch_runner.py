@@ -22,7 +22,7 @@ from lightning_harmony.engine.memory.transfer import LaneTransfers, Launched, Tr
 from lightning_harmony.engine.step.granting import Granting
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.runtime import Runtime
-from lightning_harmony.engine.step.shortage import exceeded_in_turn
+from lightning_harmony.engine.step.shortage import exceeded_in_turn, shortages_of_libraries
 from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.turns import LaneProgress, Microbatch, Request
 from lightning_harmony.plan.values.memory_size import format_bytes
@@ -81,6 +81,12 @@ class MicrobatchRunner:
         placement = self._placement
         self._step.start(running, placement.plan, {pack.index for pack in placement.packs if pack.buffers})
 
+    def prepare_lanes(self, number: int) -> None:
+        """Let so many lanes take of the devices what libraries keep for each thread, so that plans are made without it."""
+        for device in self._devices if number > 1 else ():
+            if device.computes_apart:
+                self._lanes.prepare(number, device.prepare_thread)
+
     def drive(self, until: Phase) -> None:
         """Grant lanes, one at a time, until each has ended or waits for what comes after ``until``."""
         step = self._step
@@ -90,7 +96,7 @@ class MicrobatchRunner:
         try:
             # A compiled container around layers runs as it is written where its operations may be on several devices.
             whole = torch.compiler.set_stance("force_eager") if len(self._devices) > 1 else nullcontext()
-            with whole, functions_as_operations():
+            with whole, functions_as_operations(), shortages_of_libraries():
                 if step.is_sequential:
                     self._run_one_after_another()
                 else:
