@@ -433,17 +433,19 @@ def test_how_busy_a_gpu_is_lies_between_nothing_and_all(tmp_path: Path) -> None:
 
 def test_what_cublas_keeps_for_the_lanes_is_taken_before_the_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """It came when microbatches first took turns, on a card that a plan had filled: cuBLAS found no memory."""
-    taken: list[str] = []
+    taken: list[tuple[str, int]] = []
+    prepare = CudaDevice.prepare_thread
 
-    def count() -> int:
-        taken.append(threading.current_thread().name)
-        return handle()
+    def count(device: CudaDevice) -> None:
+        before = device.allocated_bytes()
+        prepare(device)
+        taken.append((threading.current_thread().name, device.allocated_bytes() - before))
 
-    handle = torch.cuda.current_blas_handle
-    monkeypatch.setattr(torch.cuda, "current_blas_handle", count)
+    monkeypatch.setattr(CudaDevice, "prepare_thread", count)
     strategy = harmony(device_memory="256KiB", num_microbatches=4)
-    train_harmony(build(nets.Language), nets.tokens(), strategy, 8, with_gradients=False, accelerator="gpu")
-    assert taken == [f"harmony-lane-{number}" for number in range(4)]
+    train_harmony(build("plain"), nets.tokens(), strategy, 8, with_gradients=False, accelerator="gpu")
+    assert [name for name, _ in taken] == [f"harmony-lane-{number}" for number in range(4)]
+    assert min(num_bytes for _, num_bytes in taken) > 0
 
 
 @pytest.mark.parametrize("gpu", [0, pytest.param(1, marks=needs_two)])
