@@ -17,7 +17,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.free_memory import free_host_bytes
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.origin import own_version
-from lightning_harmony.plan.values.machine import Machine
+from lightning_harmony.plan.values.machine import THREAD_BYTES, Machine
 from lightning_harmony.plan.values.memory_size import format_bytes
 
 _COPIED_BYTES = 64 * 2**20
@@ -74,7 +74,7 @@ def measure_machine() -> Machine:
             call_seconds=_CALL_SECONDS,
             host_bytes=free_host_bytes(),
             device_bytes=capacity,
-            library_bytes=0 if capacity is None else 32 * 2**20,
+            library_bytes=0 if capacity is None else THREAD_BYTES,
             computes_apart=device.computes_apart,
         )
     finally:

@@ -256,7 +256,7 @@ class StepAhead:
     @property
     def _other_bytes(self) -> int:
         profile = self.profile
-        return profile.buffer_bytes + self.num_microbatches * profile.microbatch_bytes + self.machine.library_bytes
+        return profile.buffer_bytes + self.num_microbatches * (profile.microbatch_bytes + self.machine.library_bytes)
 
     def _need(self) -> Need:
         """What the neediest takes: of the layers one by one, as in the first step, and of the packs."""
