@@ -6,7 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -475,6 +475,62 @@ def test_code_that_has_come_to_do_something_else_is_found_before_anything_is_upd
     assert Counted.num_calls == num_calls
     assert record.replayed
     assert "do something else" in record.refused["net.blocks.1"]
+
+
+class Scales:
+    def __init__(self, low: float) -> None:
+        self.factors = (torch.rand(WIDTH, generator=torch.Generator().manual_seed(1)) + low).to(root())
+
+
+class Quantized(Block):
+    """Scales of a weight are in an object that the weight has, as those of bitsandbytes are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+        cast(Any, self.packed).state = Scales(0.5)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        factors = cast(Any, self.packed).state.factors
+        return super().forward(x) + nn.functional.linear(x.sin(), self.packed * factors)
+
+
+def in_place(state: Scales) -> None:
+    state.factors.fill_(0.25)
+
+
+def by_data(state: Scales) -> None:
+    state.factors.data = torch.full_like(state.factors, 0.25)
+
+
+def by_another(state: Scales) -> None:
+    state.factors = torch.full_like(state.factors, 0.25)
+
+
+class Rescale(pl.Callback):
+    """Changes scales in mid-fit.
+
+    Args:
+        change: changes them.
+    """
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self._change = change
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == STEPS - 1:
+            for block in module.net.blocks:
+                self._change(block.packed.state)
+
+
+@pytest.mark.parametrize("change", [in_place, by_data, by_another])
+def test_layers_whose_scales_are_in_objects_are_recorded(change: Callable[[Any], None], record: Record) -> None:
+    """They ran by their code: adapters on a base of packed weights were bound by the host."""
+    callbacks = [Rescale(change)]
+    plain = train_plain(build(chain_of(Quantized)), samples(STEPS), MICROBATCHES, BATCH, more_callbacks=callbacks)
+    found = train(build(chain_of(Quantized)), more_callbacks=callbacks)
+    compare(plain, found)
+    assert "net.blocks.1" in record.replayed, record.refused
 
 
 _modules: list[pl.LightningModule] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.estimating.estimation import estimate
 from lightning_harmony.plan.values.machine import H200
-from support.same_training import Net, assert_same_training
+from support.same_training import Net, assert_same_training, compare, train_harmony, train_plain
+from support.sampling import combined
 
 
 class Scaled(nn.Linear):
@@ -147,3 +151,102 @@ def test_estimates_find_the_class_and_the_attributes_of_weights(kind: type[nn.Mo
     outlook = estimate(Marked(net, trained), batch, device_memory="80KiB", num_microbatches=4, machine=machine).outlook
     weights = sum(p.numel() * p.element_size() for p in net.parameters())
     assert weights <= outlook.host.weight_bytes <= weights + 3 * 3 * 512
+
+
+class Kept:
+    """What an object keeps that was set on a parameter."""
+
+    factors: Tensor
+    seen: list[int]
+    num_calls: int
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "another": lambda kept: setattr(kept, "factors", kept.factors * 1.01),
+    "a number": lambda kept: setattr(kept, "num_calls", kept.num_calls + 1),
+    "a list": lambda kept: kept.seen.append(len(kept.seen)),
+}
+
+
+class Changing(nn.Module):
+    """Its code changes what is set on a weight, or on an object that was, and reads it.
+
+    Args:
+        change: changes it.
+        frozen: whether the weight is.
+        within: whether an object has it.
+    """
+
+    def __init__(self, change: Callable[[Any], object], *, frozen: bool, within: bool) -> None:
+        super().__init__()
+        self.one, self._change, self._within = nn.Linear(16, 16), change, within
+        weight: Any = self.one.weight.requires_grad_(not frozen)
+        if within:
+            weight.kept = Kept()
+        kept = self._kept()
+        kept.factors, kept.seen, kept.num_calls = torch.full((16,), 0.5), [], 0
+
+    def _kept(self) -> Any:
+        weight: Any = self.one.weight
+        return weight.kept if self._within else weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self._kept()
+        self._change(kept)
+        return x + torch.tanh(self.one(x)) * kept.factors * (1 + 0.01 * (kept.num_calls + len(kept.seen)))
+
+
+class CountedOnAWeight(nn.Module):
+    """Its first call sets what later ones count on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.one.weight
+        weight.num_calls = getattr(weight, "num_calls", 0) + 1
+        return x + torch.tanh(self.one(x)) * (1 + 0.01 * weight.num_calls)
+
+
+def trained_twice(make: Callable[[], nn.Module], num_microbatches: int) -> None:
+    """Train as plain Lightning does, and swapped."""
+    samples = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
+
+    def built() -> Net:
+        torch.manual_seed(0)
+        return Net(Stack(*(make() for _ in range(4))), trained)
+
+    plain = train_plain(built(), samples, num_microbatches, 6)
+    strategy = HarmonyStrategy(device_memory="12KiB", num_microbatches=num_microbatches, profile_cache=False)
+    compare(plain, train_harmony(built(), samples, strategy, 6, with_gradients=False))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("change", "frozen", "within", "num_microbatches"),
+    combined(combined(list(CHANGES), [(True,), (False,)]), combined([True, False], [(1,), (3,)])),
+)
+def test_what_layers_change_on_their_parameters_counts_once(
+    change: str, frozen: bool, within: bool, num_microbatches: int
+) -> None:
+    """The call that the backward runs again changed it once more, and nobody noticed."""
+    trained_twice(lambda: Changing(CHANGES[change], frozen=frozen, within=within), num_microbatches)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("within", [True, False])
+def test_a_layer_that_writes_to_what_a_frozen_weight_keeps_is_refused(within: bool) -> None:
+    """It comes with the weight, and what was written there would be lost."""
+
+    def write(kept: Any) -> None:
+        kept.factors.mul_(1.01)
+
+    with pytest.raises(UnsupportedModelError, match="a tensor which an object has of a frozen one"):
+        trained_twice(lambda: Changing(write, frozen=True, within=within), 1)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_what_the_first_call_sets_on_a_parameter_counts_once(num_microbatches: int) -> None:
+    trained_twice(CountedOnAWeight, num_microbatches)

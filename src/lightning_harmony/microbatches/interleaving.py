@@ -295,6 +295,7 @@ class Interleaving:
         yield Other("the profiler", trainer.profiler)
         yield Other("the batch", self._batch)
         yield Other("the trainer", trainer, leads=False)
+        yield from (Other(name, each) for name, each in self._model.named_parameters() if vars(each))
         if "callbacks" in names:
             yield from (Other(type(each).__name__, each) for each in trainer.callbacks)
 

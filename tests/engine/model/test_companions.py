@@ -49,13 +49,15 @@ def test_views_of_frozen_weights_are_found_and_what_their_objects_hold_beside() 
     assert not companions_of(nn.Linear(2, 2).requires_grad_(False))
 
 
-def test_attributes_of_a_weight_are_found_if_one_lies_in_its_memory() -> None:
+def test_tensors_to_which_the_attributes_of_a_frozen_weight_lead_are_found() -> None:
     layer = nn.Linear(2, 2, bias=False).requires_grad_(False)
     weight: Any = layer.weight
-    weight.mean = torch.zeros(2)
-    assert not companions_of(layer)
+    weight.state = SimpleNamespace(mean=torch.zeros(2))
+    assert list(map(id, companions_of(layer).tensors())) == [id(weight.state.mean)]
     weight.flat = weight.data.view(-1)
-    assert list(map(id, companions_of(layer).tensors())) == list(map(id, [weight.flat, weight.mean]))
+    assert list(map(id, companions_of(layer).tensors())) == list(map(id, [weight.flat, weight.state.mean]))
+    layer.requires_grad_(True)
+    assert not companions_of(layer)
 
 
 def test_companions_follow_their_weight_and_move_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

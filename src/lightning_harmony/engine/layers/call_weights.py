@@ -192,8 +192,8 @@ class CallWeights:
             kind = type(parameter) if self._is_compiled else type(leaf)
             if kind is not nn.Parameter:
                 tap.__class__ = kind
-            if attributes := vars(leaf):
-                vars(tap).update(attributes)
+            # What is set on one is on both.
+            tap.__dict__ = leaf.__dict__
         return {**leaves, **dict(zip(parameters, taps, strict=True))}
 
 

@@ -53,12 +53,13 @@ class FixedMemory:
         weights, buffers = residency.weights, residency.staging
         place = self._place_of(0, weights)[0]
         # As `data`, each counts its own changes.
-        leaves = {p: make_resident(parameter_like(p, _moved(leaf, place))) for p, leaf in residency.leaves.items()}
+        leaves = {p: _twin(p, leaf, place) for p, leaf in residency.leaves.items()}
+        companions = {tensor: _moved(there, place) for tensor, there in residency.companions.items()}
         moved = {}
         if buffers is not None:
             there = self._place_of(1, buffers.on_device)[0]
             moved = {key: _moved(buffer, there) for key, buffer in residency.buffers.items()}
-        return replace(residency, weights=place, leaves=leaves, buffers=moved, shown={}, companions={})
+        return replace(residency, weights=place, leaves=leaves, buffers=moved, shown={}, companions=companions)
 
     def tensors(self, role: str, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Tensors in fixed memory: a place for each number, type and layout.
@@ -117,17 +118,25 @@ class FixedMemory:
 
 
 def signature(layer: SwappedLayer, residency: Residency) -> Signature | None:
-    """Where the weights and buffers of a layer lie in the memory of its pack; None where some have other memory."""
+    """Where weights of a layer, companions and buffers lie in the memory of its pack; None where some have other memory."""
     found: list[Any] = [memory.numel() for memory in _memories(residency)]
     memories = [memory.untyped_storage()._cdata for memory in _memories(residency)]
     tensors: list[tuple[nn.Parameter | BufferKey, Tensor]] = [(p, residency.leaves[p]) for p in layer.parameters]
     tensors += [(key, residency.buffers[key]) for key in layer.buffers]
+    tensors += [(p, residency.companions[each]) for p, several in layer.companions.apart.items() for each in several]
     for key, tensor in tensors:
         if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata not in memories:
             return None
         needs = isinstance(key, nn.Parameter) and key.requires_grad
         found.append((tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), needs))
     return tuple(found)
+
+
+def _twin(parameter: nn.Parameter, leaf: nn.Parameter, memory: Tensor) -> nn.Parameter:
+    """A parameter in other memory, on which all is set that is set on the one there is."""
+    twin = parameter_like(parameter, _moved(leaf, memory), lambda tensor: tensor)
+    vars(twin).update(vars(leaf))
+    return make_resident(twin)
 
 
 def _memories(residency: Residency) -> list[Tensor]:

@@ -136,7 +136,7 @@ class RecordedLayer:
         self._ambient, self._attributes = AmbientState(), layer.attributes.read()
         self._device, self._narrow = residency.device, layer.narrow
         self._signature = signature(layer, residency)
-        self._hooks = hooks_within(layer.whole)
+        self._hooks, self._around_companions = hooks_within(layer.whole), layer.companions.surroundings()
         # The last one that it fits: what it refers to makes way for others.
         self._known: Callable[[], Residency | None] = lambda: None
         self.have_gradients: list[bool] = []
@@ -165,13 +165,13 @@ class RecordedLayer:
         )
 
     def _fits(self, residency: Residency) -> bool:
-        """Whether weights are of the types and in the places that it knows."""
+        """Whether weights are of the types and in the places that it knows, and companions what they were."""
         if residency is not self._known():
             is_as_known = residency.device is self._device and self._narrow is self.layer.narrow
             if not (is_as_known and signature(self.layer, residency) == self._signature):
                 return False
             self._known = weakref.ref(residency)
-        return not residency.dirty_buffers
+        return not residency.dirty_buffers and self._around_companions.holds()
 
     def forget(self) -> None:
         """Let the recorded work go: backwards that come run the code."""
@@ -378,7 +378,7 @@ class RecordedLayer:
         args, kwargs = self._again(inputs, self._leaves)
         written_to = WrittenTo(args, kwargs)
         attributes = layer.attributes.as_they_were(self._attributes)
-        beside = layer.companions.bound(residency.leaves, {})
+        beside = layer.companions.bound(residency.leaves, residency.companions)
         with self._ambient.entered(), self._runtime.recomputing() as logged, attributes, beside, _casting_anew():
             found = bound.of_leaves(weights, residency)
             with layer.bound(found, residency.buffers), OwnCodeOf(layer), uses, torch.enable_grad():

@@ -209,7 +209,7 @@ class Recordings:
             raise RecordingError("it is called in many ways")
         if self._num_bytes.get(layer, 0) + residency.device.library_bytes > residency.device.set_aside_bytes:
             raise RecordingError("it takes more memory than most, or than a quarter of the device")
-        if layer.companions.parameters or layer.composed or layer.gathered or layer.is_parametrized or layer.derived:
+        if layer.composed or layer.gathered or layer.is_parametrized or layer.derived:
             raise RecordingError("its weights are made of others")
         if layer.differentiates:
             raise RecordingError("it computes gradients in its forward")

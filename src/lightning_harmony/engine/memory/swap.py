@@ -12,7 +12,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.file_reads import FileReads
-from lightning_harmony.engine.memory.tensor_class import parameter_like
+from lightning_harmony.engine.memory.tensor_class import parameter_like, share_attributes
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import ALONE, HostStore, Slot, lay_out, num_users, views_in
 from lightning_harmony.engine.model.layer import BufferKey, buffer_of, set_host_buffer
@@ -125,6 +125,8 @@ class Swapper:
         exchange = partial(_attribute_at, weights.device, pack)
         views = views_in(weights, layout.slots)
         leaves = {p: make_resident(parameter_like(p, view, exchange)) for p, view in views.items()}
+        for parameter, leaf in leaves.items():
+            share_attributes(parameter, leaf)
         companions = views_in(weights, layout.companions)
         copied = pack.buffer_bytes + layout.copied_bytes
         launch = partial(device.start_copy, Errand.SWAP_IN, "weights", copied, copy, pack=pack.index)

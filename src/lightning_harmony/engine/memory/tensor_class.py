@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.memory.opaque import with_tensors
+from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.engine.structures.parts import is_composed
 
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
@@ -84,6 +85,13 @@ def parameter_like(
         others = {name: value for name, value in vars(parameter).items() if name not in vars(copy)}
         vars(copy).update({name: _with_others(value, exchange) for name, value in others.items()})
     return copy  # type: ignore[no-any-return]
+
+
+def share_attributes(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Let what is set on one of two parameters be on both, as far as both have the same now."""
+    own = _attributes_of(parameter)
+    if own is not None and have_same_content(own, vars(other)):
+        other.__dict__ = own
 
 
 @cache

@@ -1,38 +1,31 @@
 """Companions of a frozen weight: tensors that Python code keeps of it, in attributes of the parameter or in an object.
 
-Layers with quantized weights do so: an object has the packed elements, in the memory of the parameter, and the scales. A call
-then computes with what the object has, and the parameter is there for checkpoints alone. Companions stay the user's own
-tensors, wherever code passes them on to: their data is on the host between calls of the layer, and on the device during one.
+Layers with quantized weights do so: attributes have the scales, or an object has these and the packed elements, in the memory
+of the parameter. Companions stay the user's own tensors, wherever code passes them on to: their data is on the host between
+calls of the layer, and on the device during one.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
-from lightning_harmony.engine.model.attributes import LONGEST, OF_TORCH
-from lightning_harmony.engine.structures.containers import MISSING, changed_names, copied_content, put_value
+from lightning_harmony.engine.model.attributes import OF_TORCH
+from lightning_harmony.engine.model.keeping_places import Place, has_memory, places_of, places_within
+from lightning_harmony.engine.structures.containers import MISSING, Unchanged, changed_names, copied_content, put_value
 from lightning_harmony.engine.structures.operations import viewed
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.errors import UnsupportedModelError
 
-# Objects within objects are looked into to this depth.
-_DEEPEST = 3
 # So many calls of a layer are looked at for views of its weights that they leave in objects.
 _WATCHED_CALLS = 8
-_ATOMS = (Tensor, nn.Module, str, bytes, int, float, complex, type(None), type, ModuleType, torch.dtype, torch.device)
-# Objects of these packages keep nothing of a layer.
-_LIBRARIES = frozenset(
-    ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "numpy", "builtins")
-)
 
 
 def changes_data(layer: str) -> str:
@@ -75,31 +68,12 @@ class View:
         return viewed(plain, Tensor.as_strided, self.size, self.stride, base.storage_offset() + self.offset)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Attributes, or a list or dict, that may hold companions.
-
-    Attributes:
-        content: the list or dict.
-        owner: tells apart what belongs together; None for attributes of modules, which hold anything.
-    """
-
-    content: Any
-    owner: int | None
-
-    def tensors(self) -> Iterator[tuple[Any, Tensor]]:
-        """The plain tensors in it, and where."""
-        content = self.content
-        for key, value in list(content.items() if isinstance(content, dict) else enumerate(content)):
-            if _may_be_companion(value):
-                yield key, value
-
-
 class Companions:
     """The companions of some frozen parameters.
 
     A tensor in the memory of a parameter is one wherever it is found: among the parameter's attributes, and in attributes of
-    modules and of objects that these hold. So are the other tensors of an object or parameter that has such a view.
+    modules and of objects that these hold. So are the other tensors to which the parameter's attributes lead, and those of an
+    object that has such a view.
 
     Args:
         modules: in which to look.
@@ -113,7 +87,9 @@ class Companions:
     def __init__(self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter], layer: str = "") -> None:
         self._layer = layer
         self._modules = list(modules)
-        self._parameters = [p for p in parameters if not (p.requires_grad or is_composed(p)) and _has_memory(p)]
+        # What was set on a composed one its class has put there.
+        self._with_attributes = [parameter for parameter in parameters if not is_composed(parameter)]
+        self._parameters = [p for p in self._with_attributes if not p.requires_grad and has_memory(p)]
         self._views: list[View] = []
         # The dicts of objects in which it looks.
         self._objects: list[dict[str, Any]] = []
@@ -126,7 +102,7 @@ class Companions:
     def _find(self) -> None:
         bases = {p.untyped_storage()._cdata: p for p in self._parameters}
         places = list(self._places({p: p for p in self._parameters}))
-        # Whose view each owner has, and which tensors are companions already.
+        # Whose view each owner has, or whose attributes lead to it, and which tensors are companions already.
         owners: dict[int | None, nn.Parameter] = {}
         seen: set[int] = set()
         for place in places:
@@ -140,33 +116,48 @@ class Companions:
                     self._views.append(View.of(tensor, parameter, parameter))
         self._note_objects(places, {p: p for p in self._parameters})
         for place in places:
+            if place.parameter is not None:
+                owners.setdefault(place.owner, place.parameter)
             if place.owner is None or place.owner not in owners:
                 continue
             for _, tensor in place.tensors():
-                if id(tensor) not in seen and _has_memory(tensor):
+                if id(tensor) not in seen and has_memory(tensor):
                     seen.add(id(tensor))
                     self.apart.setdefault(owners[place.owner], []).append(tensor)
 
-    def _note_objects(self, places: Iterable[_Place], leaves: Mapping[nn.Parameter, Tensor]) -> None:
+    def _note_objects(self, places: Iterable[Place], leaves: Mapping[nn.Parameter, Tensor]) -> None:
         of_parameters = {id(vars(leaf)) for leaf in leaves.values()}
         found = [place.content for place in places if place.owner is not None and isinstance(place.content, dict)]
         self._objects = [content for content in found if id(content) not in of_parameters]
 
-    def _places(self, leaves: Mapping[nn.Parameter, Tensor]) -> Iterator[_Place]:
+    def _places(self, leaves: Mapping[nn.Parameter, Tensor]) -> Iterator[Place]:
         """Where companions may be, given what has the attributes of each parameter."""
         seen: set[int] = set()
-        for leaf in leaves.values():
+        for parameter, leaf in leaves.items():
             seen.add(id(leaf))
-            yield from _within(vars(leaf), id(leaf), seen, 0)
+            for place in places_within(vars(leaf), id(leaf), seen, 0):
+                yield replace(place, parameter=parameter)
         for module in self._modules:
-            yield _Place(vars(module), None)
+            yield Place(vars(module), None)
             for name, value in list(vars(module).items()):
                 if name not in OF_TORCH:
-                    yield from _of_value(value, None, seen, 0)
+                    yield from places_of(value, None, seen, 0)
+
+    def surroundings(self) -> Unchanged:
+        """What tells whether the attributes that have some hold what they hold now."""
+        own = set(map(id, self.tensors()))
+        places = self._places({p: p for p in self._parameters}) if own else ()
+        contents = [
+            place.content
+            for place in places
+            if not isinstance(place.content, tuple)
+            and (place.parameter is not None or any(id(tensor) in own for _, tensor in place.tensors()))
+        ]
+        return Unchanged([(content, copied_content(content)) for content in contents])
 
     def objects(self) -> set[int]:
-        """The attributes of objects that have some, by their identities: what calls find there is looked after here."""
-        return set(map(id, self._objects)) if self else set()
+        """The attributes, of parameters and objects, that may have some in the memory of a parameter, by their identities."""
+        return {id(each) for each in (*self._objects, *map(vars, self._parameters))} if _alive(self._views) else set()
 
     def __bool__(self) -> bool:
         return bool(self._views or self.apart)
@@ -250,14 +241,17 @@ class Companions:
         Raises:
             UnsupportedModelError: if the code changes a companion in place, or its data.
         """
-        return self._bound(leaves, apart, before) if self._parameters else _NONE
+        named = [leaves[parameter] for parameter in self._with_attributes]
+        if self._parameters or any(map(vars, named)):
+            return self._bound(leaves, apart, before)
+        return _WithoutAttributes(self._with_attributes, named)
 
     @contextmanager
     def _bound(
         self, leaves: Mapping[nn.Parameter, Tensor], apart: Mapping[Tensor, Tensor], before: CallChanges | None
     ) -> Iterator[CallChanges]:
         found = CallChanges()
-        attributes = {p: (vars(leaves[p]), dict(vars(leaves[p]))) for p in self._parameters}
+        attributes = {p: (vars(leaves[p]), dict(vars(leaves[p]))) for p in self._with_attributes}
         if before is not None:
             for parameter, values in before.attributes.items():
                 _update(vars(leaves[parameter]), values)
@@ -370,8 +364,24 @@ class CallChanges:
     objects: list[tuple[dict[str, Any], set[str]]] = field(default_factory=list)
 
 
-# The context of calls without companions.
-_NONE = nullcontext(CallChanges())
+class _WithoutAttributes:
+    """The context of a call before which nothing is set on parameters: what it sets first.
+
+    Args:
+        parameters: the user's own.
+        leaves: those that the code finds.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], leaves: Sequence[Tensor]) -> None:
+        self._parameters, self._leaves, self._found = parameters, leaves, CallChanges()
+
+    def __enter__(self) -> CallChanges:
+        return self._found
+
+    def __exit__(self, *args: object) -> None:
+        for parameter, leaf in zip(self._parameters, self._leaves, strict=True):
+            if vars(leaf):
+                self._found.attributes[parameter] = dict.fromkeys(vars(leaf), MISSING)
 
 
 class _Bound:
@@ -399,44 +409,8 @@ def _update(attributes: dict[str, Any], values: Mapping[str, Any]) -> None:
         put_value(attributes, name, value)
 
 
-def _may_be_companion(value: Any) -> bool:
-    return (
-        type(value) not in weakref.ProxyTypes
-        and isinstance(value, Tensor)
-        and not isinstance(value, nn.Parameter)
-        and value.layout is torch.strided
-        and not is_composed(value)
-        and not (value.requires_grad or value.is_inference())
-    )
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.numel() > 0
-
-
 def _lies_in(tensor: Tensor, leaf: Tensor) -> bool:
     """Whether a tensor begins in a leaf, beside which others lie in the same memory."""
     if tensor.dtype != leaf.dtype or tensor.untyped_storage()._cdata != leaf.untyped_storage()._cdata:
         return False
     return 0 <= tensor.storage_offset() - leaf.storage_offset() < leaf.numel()
-
-
-def _within(content: Any, owner: int | None, seen: set[int], depth: int) -> Iterator[_Place]:
-    yield _Place(content, owner)
-    for value in list(content.values() if isinstance(content, dict) else content):
-        yield from _of_value(value, owner, seen, depth)
-
-
-def _of_value(value: Any, owner: int | None, seen: set[int], depth: int) -> Iterator[_Place]:
-    """What a value holds: containers belong to who holds them, objects to none but themselves."""
-    if type(value) in weakref.ProxyTypes or isinstance(value, _ATOMS) or id(value) in seen or depth >= _DEEPEST:
-        return
-    if isinstance(value, list | tuple | dict):
-        if len(value) <= LONGEST:
-            seen.add(id(value))
-            yield from _within(value, owner, seen, depth + 1)
-        return
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict) and type(value).__module__.partition(".")[0] not in _LIBRARIES:
-        seen.add(id(value))
-        yield from _within(attributes, id(value), seen, depth + 1)
