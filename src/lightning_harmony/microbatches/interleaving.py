@@ -295,7 +295,10 @@ class Interleaving:
         yield Other("the profiler", trainer.profiler)
         yield Other("the batch", self._batch)
         yield Other("the trainer", trainer, leads=False)
-        yield from (Other(name, each) for name, each in self._model.named_parameters() if vars(each))
+        for name, parameter in self._model.named_parameters():
+            # Of numbers that are set on it, calls see themselves.
+            if not all(map(is_plain, map(type, vars(parameter).values()))):
+                yield Other(name, parameter)
         if "callbacks" in names:
             yield from (Other(type(each).__name__, each) for each in trainer.callbacks)
 
