@@ -138,6 +138,61 @@ def test_a_prediction_that_differentiates_its_input_is_that_of_plain_lightning()
     assert_equal(*(trainer_for(strategy, inference_mode=False).predict(module, data) for strategy in strategies))
 
 
+CALLS: list[int] = []
+
+
+class Notes(nets.Block):
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append(len(CALLS))
+        return super().forward(x) * (1 + 0.01 * len(CALLS))
+
+
+class LooksAround(Model):
+    """Differentiates its input wherever a user may look at a model, and not in a step alone."""
+
+    def __init__(self, *, is_manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not is_manual
+        self.net.blocks = torch.nn.ModuleList(Notes() for _ in range(4))
+        self.slopes: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def look(self, *args: Any) -> None:
+        with torch.enable_grad():
+            x = torch.ones(2, nets.WIDTH, device=self.device, requires_grad=True)
+            self.slopes += torch.autograd.grad(self.net.body(x).square().sum(), x)
+
+    on_train_start = on_train_batch_end = on_validation_epoch_end = look
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.look()
+
+
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_what_layers_count_counts_once_where_a_backward_runs_them_again_outside_of_training_steps(
+    is_manual: bool,
+) -> None:
+    """In hooks, unless a training step of automatic optimization was before, and in evaluations, it counted twice."""
+    modules, calls = [], []
+    data = DataLoader(nets.tokens(16), batch_size=8)
+    for strategy in ("auto", harmony(num_microbatches=1, device_memory="80KiB")):
+        CALLS.clear()
+        module = LooksAround(is_manual=is_manual)
+        trainer_for(strategy, inference_mode=False, max_epochs=2).fit(module, data, data)
+        modules.append(module)
+        calls.append(len(CALLS))
+    assert calls[0] == calls[1]
+    assert_equal(*(module.slopes for module in modules))
+
+
 class Writer(BasePredictionWriter):
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")

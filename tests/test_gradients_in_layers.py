@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from support.nets import WIDTH, Chain
-from support.same_training import Net, assert_same_training, room, train_harmony
+from support.same_training import Net, assert_same_training, room, train_harmony, trainer_for
 from support.sampling import combined
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*does not have many workers")]
@@ -107,6 +109,50 @@ def test_what_a_first_run_changes_is_taken_back_before_the_next(num_microbatches
     """It counted twice with one microbatch, and was refused with several."""
     module, samples = Notebook(Chain(Notes)), torch.randn(40, WIDTH)
     assert_same_training(module, samples, num_microbatches=num_microbatches, layers=[Notes], updates=["just in time"])
+
+
+class IntoItsDict(Block):
+    """Puts an energy and its forces into the dict that it is called with."""
+
+    def forward(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        RUNS.append(len(RUNS))
+        assert "energy" not in found
+        positions = found["positions"].requires_grad_()
+        found["energy"] = torch.tanh(self.second(torch.sin(self.first(positions))))
+        (slope,) = torch.autograd.grad(found["energy"].sum(), positions, create_graph=self.training)
+        found["forces"] = -slope * (1 + 0.01 * len(RUNS))
+        return found
+
+
+class Molecules(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Chain(IntoItsDict)
+        self.seen: list[Tensor] = []
+
+    def on_validation_start(self) -> None:
+        self.look(torch.ones(2, WIDTH))
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.look(batch)
+
+    def look(self, batch: Tensor) -> None:
+        with torch.enable_grad():
+            found = [block({"positions": batch.clone()}) for block in self.net.blocks]
+        self.seen += [each["forces"].cpu() for each in found]
+
+
+def test_a_layer_that_first_computes_a_gradient_in_an_evaluation_runs_once_as_far_as_its_code_can_see() -> None:
+    """It found in its dict what it had just put there, and what it counts counted twice, as in any fit's first check."""
+    module, seen, data = Molecules(), [], DataLoader(torch.randn(16, WIDTH), batch_size=8)
+    for strategy in ("auto", HarmonyStrategy(layers=[IntoItsDict], device_memory=room("20KiB"))):
+        RUNS.clear()
+        trainer = trainer_for(strategy, 1, [], inference_mode=False)
+        trainer.validate(module, data, verbose=False)
+        seen.append([torch.tensor(RUNS), *module.seen])
+        module.seen = []
+    assert len(seen[0]) == len(seen[1])
+    assert all(map(torch.equal, *seen))
 
 
 class Totals(Detached):

@@ -60,10 +60,11 @@ class Evaluation:
             before = Snapshot(self.trainer, self.engine.devices, (args, kwargs))
         outputs: list[Any] = []
         weights = self._versions()
-        self.engine.notify()
         whole = Microbatch(lambda: outputs.append(self._on_root(step(*args, **kwargs))), Fraction(1), None)
         try:
-            run_without_backward(self.engine, [whole], elements)
+            # The code of layers may run twice here, too, as where it computes a gradient.
+            with self._interleaving_of(name).alone():
+                run_without_backward(self.engine, [whole], elements)
             if before is not None:
                 before.let_go()
             return outputs[0]
@@ -79,6 +80,9 @@ class Evaluation:
             f"microbatches: what it logs and returns is averaged and joined over them{left}"
         )
         return self._run_in_microbatches(name, step, samples, sizes, args, kwargs)
+
+    def _interleaving_of(self, name: str) -> Interleaving:
+        return self._interleaving.setdefault(name, Interleaving(self.tree, self.trainer, self.engine))
 
     def _versions(self) -> list[int]:
         """How often each parameter was changed in place."""
@@ -117,7 +121,7 @@ class Evaluation:
         ]
         shared = UnchangedBatch(parts)
         largest = max(map(num_elements, parts))
-        interleaving = self._interleaving.setdefault(name, Interleaving(self.tree, self.trainer, self.engine))
+        interleaving = self._interleaving_of(name)
 
         def run_all(interleave: bool) -> None:
             run_without_backward(self.engine, microbatches, largest, interleave=interleave)

@@ -63,6 +63,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self._interleaving = Interleaving(self.tree, self.trainer, self.engine)
+        self._interleaving.listen()
         self._readers = OptimizerReaders(self._interleaving.places, self._module, self.engine.modules_of_layers())
         self.deferred.policy.default_dtypes = self._interleaving.default_dtypes
         self._budget = HostBudget(self.engine, self.trainer, self.deferred.policy)

@@ -126,7 +126,7 @@ class Interleaving:
         self._ends.finish()
         self._num_collectives = num_collectives()
         if len(sizes) == 1:
-            engine.notify(Listeners(on_call=self._elsewhere.begin()))
+            self.listen()
             has_others = self._trainer.world_size > 1
             with MicrobatchLogs(compat.logged_results(self._trainer), sizes) if has_others else nullcontext():
                 forward(False)
@@ -189,14 +189,17 @@ class Interleaving:
         """The default dtypes that were set within steps, and do not hold outside of them."""
         return self._elsewhere.default_dtypes
 
+    def listen(self) -> None:
+        """Layers will be called whose code may run again, of one microbatch, or between steps."""
+        self._engine.notify(Listeners(on_call=self._elsewhere.begin()))
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """The context of a step that runs forwards and backwards itself, and not in microbatches."""
-        self._engine.notify(Listeners(on_call=self._elsewhere.begin()))
+        self.listen()
         try:
             yield
         finally:
-            self._engine.notify()
             self.finish()
 
     def finish(self) -> None:
