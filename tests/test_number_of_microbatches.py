@@ -121,6 +121,32 @@ def test_a_batch_that_does_not_fit_is_split_as_far_as_it_must_be_and_leaves_no_t
     assert not [message for message in caplog.messages if SAID in message][1:]
 
 
+class Scripted(Layer):
+    """Does its work in a function of TorchScript, which tells any error as one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=False)
+        self.work = torch.jit.script(_work)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.work(self.linear(x))
+        return out
+
+
+def _work(x: Tensor) -> Tensor:
+    return torch.sin(x.repeat(1, 64)).view(len(x), 64, x.shape[1]).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+def test_a_batch_that_does_not_fit_by_what_torchscript_allocates_is_split_too() -> None:
+    """The fit ended with TorchScript's error, a RuntimeError, in memory and swapped."""
+    module = Module()
+    module.net = nn.Sequential(*[Scripted() for _ in range(4)])
+    assert Fit(harmony(CAPACITIES[2]), module).numbers == [2, 2, 2]
+    with pytest.raises(CapacityError, match=r"exceeds the capacity of 500 KiB by .*smaller microbatches"):
+        Fit(harmony("500KiB", num_microbatches=1), module)
+
+
 def test_a_larger_batch_that_comes_later_is_split_further() -> None:
     sizes = (BATCH // 2, BATCH // 2, BATCH, BATCH // 2)
     fit = Fit(harmony(CAPACITIES[2]), Module(), sizes)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.hidden_shortages import finding_shortages
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
-from lightning_harmony.engine.step.shortage import shortages_of_libraries
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.engine.updates.device_step import ASSUMED_STATE_COPIES
@@ -261,7 +261,7 @@ class MemoryWatch:
         assert capacity is not None
         device.capacity_bytes = max(capacity - uncounted, 0)
         try:
-            with device.computing(), shortages_of_libraries():
+            with device.computing(), finding_shortages():
                 peak = device.watch_peak()
                 yield lambda: peak() + uncounted
         finally:

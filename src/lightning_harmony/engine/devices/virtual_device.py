@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,12 +31,19 @@ from lightning_harmony.engine.structures.parts import have_composed, is_composed
 
 
 class DeviceOutOfMemoryError(torch.OutOfMemoryError):
-    """An allocation would exceed the capacity of a virtual device."""
+    """An allocation would exceed the capacity of a virtual device.
+
+    Attributes:
+        newest: by how many bytes, the last time.
+    """
+
+    newest: ClassVar[int | None] = None
 
     def __init__(self, short_bytes: int) -> None:
         # Lightning's batch size finder knows by the last words that a smaller batch may help.
         super().__init__(f"virtual device out of memory: {short_bytes} bytes short (on a GPU: CUDA out of memory)")
         self.short_bytes = short_bytes
+        DeviceOutOfMemoryError.newest = short_bytes
 
 
 class VirtualDevice(Device):

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.devices.device import NO_CONTEXT
+from lightning_harmony.engine.devices.hidden_shortages import hidden_shortage
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.call_weights import (
     CallWeights,
@@ -182,11 +183,11 @@ class LayerCall:
                         result = self._run(*args, **kwargs)
                     except (DataAssignedError, DifferentiatesError) as error:
                         failed = error
-        except (UnsupportedModelError, CapacityError, torch.OutOfMemoryError):
-            raise
-        except Exception:
+        except Exception as error:
+            is_ours = isinstance(error, UnsupportedModelError | CapacityError | torch.OutOfMemoryError)
             # The step may catch it and go on: what the layer has changed until then is changed.
-            recompute.take_over(residency, left)
+            if not is_ours and hidden_shortage(error) is None:
+                recompute.take_over(residency, left)
             raise
         self._found, is_again = before.after(self._weights, failed or self._begun, with_graph=self._with_graph)
         return result, left, is_again

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_harmony.engine.devices.hidden_shortages import finding_shortages
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.model.derived import out_of_reach
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.step.gradient_sums import GradientSums
-from lightning_harmony.engine.step.shortage import exceeded, shortages_of_libraries
+from lightning_harmony.engine.step.shortage import exceeded
 from lightning_harmony.engine.step.swapped_model import SwappedModel
 from lightning_harmony.plan.values.task import Phase, Task
 
@@ -58,7 +59,7 @@ class LoneCalls:
             pack.residency.ready.wait()
             self._recorder.enter(0, Task(index, phase, 0), pack)
             residents.weight_checks.begin(pack)
-            with out_of_reach(self._model.derived, only_here=True), shortages_of_libraries():
+            with finding_shortages(), out_of_reach(self._model.derived, only_here=True):
                 yield pack.residency
             residents.end_forward()
             residents.weight_checks.refuse_changed()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_harmony.engine.batches.merge import gradient_of
+from lightning_harmony.engine.devices.hidden_shortages import finding_shortages
 from lightning_harmony.engine.glue.functions import functions_as_operations
 from lightning_harmony.engine.glue.glue import Glue
 from lightning_harmony.engine.glue.one_device import OneDevice
@@ -22,7 +23,7 @@ from lightning_harmony.engine.memory.transfer import LaneTransfers, Launched, Tr
 from lightning_harmony.engine.step.granting import Granting
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.runtime import Runtime
-from lightning_harmony.engine.step.shortage import exceeded_in_turn, shortages_of_libraries
+from lightning_harmony.engine.step.shortage import exceeded_in_turn
 from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.turns import LaneProgress, Microbatch, Request
 from lightning_harmony.plan.values.memory_size import format_bytes
@@ -96,7 +97,7 @@ class MicrobatchRunner:
         try:
             # A compiled container around layers runs as it is written where its operations may be on several devices.
             whole = torch.compiler.set_stance("force_eager") if len(self._devices) > 1 else nullcontext()
-            with whole, functions_as_operations(), shortages_of_libraries():
+            with finding_shortages(), whole, functions_as_operations():
                 if step.is_sequential:
                     self._run_one_after_another()
                 else:

@@ -16,9 +16,6 @@ from lightning_harmony.plan.search.packing import smallest
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.task import Phase
 
-# What libraries say that allocate past torch's allocator: cuBLAS, cuDNN and others, and CUDA itself.
-_FAILED_ALLOCATIONS = ("_ALLOC_FAILED", "CUDA error: out of memory")
-
 
 def refuse_too_large(layers: Sequence[SwappedLayer], devices: Sequence[Device]) -> None:
     """Refuse layers that could never run.
@@ -86,22 +83,6 @@ def exceeded_in_turn(granted: Grant, devices: Sequence[Device], error: BaseExcep
     on_device = f" on device {granted.device}" if len(devices) > 1 else ""
     what = f"{where} with microbatch {granted.progress.lane.microbatch}{on_device}"
     return exceeded(what, devices[granted.device], error, words)
-
-
-@contextmanager
-def shortages_of_libraries() -> Iterator[None]:
-    """A context in which libraries that find no memory run out of it as torch's allocator does.
-
-    Raises:
-        torch.OutOfMemoryError: in place of the error by which cuBLAS and others tell of it.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        known = isinstance(error, torch.OutOfMemoryError | CapacityError)
-        if known or not any(words in str(error) for words in _FAILED_ALLOCATIONS):
-            raise
-        raise torch.OutOfMemoryError(str(error)) from error
 
 
 @contextmanager
