@@ -65,6 +65,8 @@ CODE: dict[str, Callable[[Tensor], Tensor]] = {
     "gru": behind_linear(lambda: nn.GRU(8, 8, batch_first=True)),
     "encoder": behind_linear(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval()),
     "encoder in training": behind_linear(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)),
+    "chunks of a weight": lambda x: x @ torch.cat(WEIGHT.chunk(2)[::-1]),
+    "a part of a weight": lambda x: x @ WEIGHT.narrow(1, 2, 4),
     "without autocast": lambda x: torch.autocast("cpu", enabled=False)(torch.einsum)("bij,jk->bik", x, WEIGHT),
 }
 

@@ -82,8 +82,8 @@ def run_as_without_mode(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation in inference mode."""
-    if _has_kernel(func, "CompositeImplicitAutograd"):
+    """Run an operation in inference mode: one of others, unless torch keeps track of its own views, as of `chunk`'s."""
+    if _has_kernel(func, "CompositeImplicitAutograd") and not _has_kernel(func, "ADInplaceOrView"):
         with _lifted(torch._C.DispatchKey.ADInplaceOrView):
             return func(*args, **kwargs)
     return func(*args, **kwargs)
