@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy, UnsupportedModelError
 from support import nets
-from support.same_training import Net, room, trainer_for
+from support.same_training import Net, assert_same_training, room, train_harmony, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -403,11 +403,44 @@ def test_double_backward_through_a_layer_is_refused() -> None:
     assert_refused(
         module,
         UnsupportedModelError,
-        ["double backward", "create_graph=True", "'net.", "strategy='auto'"],
+        [
+            "double backward",
+            "create_graph=True",
+            "'net.",
+            "the forward of a module that has the layer",
+            "strategy='auto'",
+        ],
         lambda: fit(module),
     )
     module.create_graph = False
     assert_trains(module, lambda: fit(module))
+
+
+class Slopes(nn.Module):
+    """Differentiates what another module has put into a dict, and has no layer itself."""
+
+    def forward(self, found: dict[str, Tensor]) -> None:
+        (found["slope"],) = torch.autograd.grad(found["y"].sum(), found["x"], create_graph=True)
+
+
+class Potential(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.slopes = nn.Sequential(*(nets.Block() for _ in range(3))), Slopes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = {"x": x.requires_grad_()}
+        found["y"] = self.body(found["x"])
+        self.slopes(found)
+        return found["y"].square().mean() + found["slope"].square().mean()
+
+
+def test_the_refusal_of_a_double_backward_names_the_module_that_is_a_way_out() -> None:
+    module, samples = Net(Potential()), torch.randn(16, nets.WIDTH)
+    refused = HarmonyStrategy(device_memory=room("30KiB"))
+    with pytest.raises(UnsupportedModelError, match=r"a layer of 'net' \(Potential\), in whose forward"):
+        train_harmony(module, samples, refused, 8, with_gradients=False)
+    assert_same_training(module, samples, layers=[Potential])
 
 
 class BackwardWithGraph(Net):

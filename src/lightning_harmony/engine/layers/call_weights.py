@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -339,8 +341,28 @@ def second_backward(layer: SwappedLayer) -> UnsupportedModelError:
 
 def double_backward(layer: SwappedLayer) -> UnsupportedModelError:
     """What is raised where a backward is to be differentiated."""
+    around = _called_around(layer)
+    if around is None:
+        way_out = "compute the gradient in the forward of a module that has the layer, and make a layer of that"
+    else:
+        way_out = (
+            f"make a layer of {around[0]!r} ({type(around[1]).__name__}), in whose forward the gradient is computed,"
+        )
     return UnsupportedModelError(
         f"double backward (create_graph=True) goes through swapped layer {layer.name!r}, which recomputes and keeps no graph: "
-        "make a layer of the module that computes the gradient in its forward with HarmonyStrategy(layers=...), use "
-        "Trainer(strategy='auto'), or penalize a difference of two outputs instead of a gradient"
+        f"{way_out} with HarmonyStrategy(layers=...), use Trainer(strategy='auto'), or penalize a difference of two outputs "
+        "instead of a gradient"
     )
+
+
+def _called_around(layer: SwappedLayer) -> tuple[str, nn.Module] | None:
+    """The innermost module whose forward runs now and that has the layer, with its name; None if that is the whole model."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+            called = frame.f_locals["self"]
+            inside = next((name for name, module in called.named_modules() if module is layer.module), "")
+            if inside and layer.name.endswith(f".{inside}"):
+                return layer.name.removesuffix(f".{inside}"), called
+        frame = frame.f_back
+    return None
