@@ -37,6 +37,7 @@ from support.same_training import (
     train_harmony,
     train_plain,
 )
+from support.sampling import combined
 
 STEPS = 3
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*")
@@ -420,21 +421,24 @@ class QueueInALayer(Block):
 
 
 @pytest.mark.parametrize(
-    ("block", "what"),
-    [
-        *((HashInALayer, "a HASH"), (QueueInALayer, "a SimpleQueue")),
-        *((MeanInALayer, "a tensor"), (SobolInALayer, "a SobolEngine"), (UsageInALayer, "a ndarray")),
-    ],
+    ("block", "what", "num_microbatches"),
+    combined(
+        [
+            *((HashInALayer, "a HASH"), (QueueInALayer, "a SimpleQueue")),
+            *((MeanInALayer, "a tensor"), (SobolInALayer, "a SobolEngine"), (UsageInALayer, "a ndarray")),
+        ],
+        [(1,), (MICROBATCHES,)],
+    ),
 )
 def test_layers_that_change_what_tells_nobody_are_refused_before_anything_is_updated(
-    block: type[Block], what: str
+    block: type[Block], what: str, num_microbatches: int
 ) -> None:
-    """Their code runs again in the backward, and changed it once more."""
+    """Their code runs again in the backward, and changed it once more; of steps of one microbatch nobody was told."""
     module = Net(Chain())
     module.net.blocks = nn.ModuleList(block() for _ in range(5))
     before = [parameter.detach().clone() for parameter in module.parameters()]
     with pytest.raises(UnsupportedModelError, match=rf"^{what} held by 'net\.blocks\.4' is changed by a layer's code"):
-        train(module)
+        train(module, num_microbatches=num_microbatches)
     assert all(map(torch.equal, module.parameters(), before))
 
 
@@ -508,6 +512,6 @@ def test_what_stays_as_it_is_lets_microbatches_take_turns(caplog: pytest.LogCapt
     assert "one after the other" not in caplog.text
 
 
-def train(module: Net, callbacks: Sequence[pl.Callback] = ()) -> Training:
-    strategy = HarmonyStrategy(device_memory=room("64KiB"), num_microbatches=MICROBATCHES, profile_cache=False)
+def train(module: Net, callbacks: Sequence[pl.Callback] = (), *, num_microbatches: int = MICROBATCHES) -> Training:
+    strategy = HarmonyStrategy(device_memory=room("64KiB"), num_microbatches=num_microbatches, profile_cache=False)
     return train_harmony(module, samples(STEPS), strategy, BATCH, with_gradients=False, more_callbacks=callbacks)

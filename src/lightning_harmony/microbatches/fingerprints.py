@@ -17,7 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 
+from lightning_harmony.engine.layers.runtime import FoundAtCall
 from lightning_harmony.engine.model.attributes import LONGEST
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.containers import have_same_content
@@ -113,8 +114,12 @@ class Fingerprints:
                 return f"an attribute of parameter {name!r}"
         return next((each.in_words for each in self._all if each.has_changed()), None)
 
+    def checked(self, found: FoundAtCall) -> FoundAtCall:
+        """What puts back what a call has found, looking at what the code of the layer changes when it runs again."""
+        return found._replace(again=partial(self._checking, found.again))
+
     @contextmanager
-    def checking(self, context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    def _checking(self, context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
         """The context of a layer's code that runs again: sees whether it changes something of this, which nothing takes back.
 
         Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from operator import is_
 from types import FrameType
 from typing import Any
@@ -42,6 +41,21 @@ from lightning_harmony.microbatches.metric_states import ReadMetrics
 from lightning_harmony.microbatches.seen import Seen
 
 _OWN_PACKAGE = __name__.partition(".")[0]
+
+
+def all_values(
+    places: Sequence[Held], buffers: Callable[[Sequence[Held]], Iterable[tuple[Held, list[str]]]]
+) -> Iterator[tuple[Held, Iterable[tuple[Any, Any]]]]:
+    """What is in places, and in the buffers that no layer has, with names or numbers.
+
+    Args:
+        places: all of them.
+        buffers: gives the modules among them that have such, and the names of these.
+    """
+    for held in places:
+        yield held, ((name, each) for name, value in held.items() for each in in_one(value))
+    for held, names in buffers(places):
+        yield held, ((name, held.content[name]) for name in names)
 
 
 class Watch:
@@ -92,7 +106,9 @@ class Watch:
             self._drawn = {}
             self._silent.refuse_changed_again()
             if microbatch <= 1:
-                self._silent = Fingerprints(self._all_values(), self._model.named_parameters())
+                self._silent = Fingerprints(
+                    all_values(self._begun.places, self._buffers), self._model.named_parameters()
+                )
             self._metrics.begin()
             self._carried.begin(list(self._begun))
             for held, name, left in self._left:
@@ -122,13 +138,6 @@ class Watch:
                 if setting.get() != before:
                     self._note_hazard(f"{setting.name} is set", layer)
 
-    def _all_values(self) -> Iterator[tuple[Held, Iterable[tuple[Any, Any]]]]:
-        """What is in all places, and in the buffers that no layer has."""
-        for held in self._begun.places:
-            yield held, ((name, each) for name, value in held.items() for each in in_one(value))
-        for held, names in self._buffers(self._begun.places):
-            yield held, ((name, held.content[name]) for name in names)
-
     def checking(self, on_call: OnCall) -> OnCall:
         """Look at what the code of layers changes when it runs again, of what nothing else tells.
 
@@ -139,7 +148,7 @@ class Watch:
         def called(objects: ObjectsOfCall) -> FoundAtCall:
             found = on_call(objects)
             is_checked = 0 <= self._microbatch <= 1
-            return found._replace(again=partial(self._silent.checking, found.again)) if is_checked else found
+            return self._silent.checked(found) if is_checked else found
 
         return called
 
