@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import CatMetric, SumMetric
 
 from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.step.microbatch_runner import MicrobatchRunner
 from lightning_harmony.microbatches.lane_attributes import LaneAttributes
 from support import nets
 from support.same_training import Net, Update, assert_same_training, placed, room, trainer_for
@@ -990,3 +991,31 @@ def test_what_a_backward_counts_on_is_seen_in_the_first_step(caplog: Any) -> Non
     assert "has run twice" not in caplog.text
     # Of three steps of four microbatches, each counts in its forward and in its backward.
     assert net.calls == 24
+
+
+class LeavesNothing(Blocks):
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()
+
+
+class LeavesANumber(Blocks):
+    """The next microbatch finds it, and none take turns."""
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            self.factor = 0.5 * self.factor + mean_of(x.detach())
+            x = block(x) + self.factor
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("kind", "number"), [(LeavesNothing, 4), (LeavesANumber, 0)])
+def test_threads_of_microbatches_take_memory_of_libraries_only_where_these_take_turns(
+    kind: type[Blocks], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes 96 MiB of an H200, whatever it does."""
+    prepared = []
+    monkeypatch.setattr(MicrobatchRunner, "prepare_lanes", lambda runner, number: prepared.append(number))
+    strategy = HarmonyStrategy(device_memory=room("44KiB"), num_microbatches=4, profile_cache=False)
+    trainer = trainer_for(strategy, 3, [])
+    trainer.fit(Net(kind()), torch.utils.data.DataLoader(samples(), batch_size=8))
+    assert prepared == [number, 0, 0]

@@ -287,6 +287,8 @@ class Interleaving:
             self._ends.end_forward()
         if watch is not None:
             self._conclude(watch, len(sizes), is_collective)
+            if self.is_earned:
+                engine.expect_turns(len(sizes))
 
     def _check_turns(self, turns: _Turns) -> None:
         """See whether microbatches that have taken turns may have found what others keep.

@@ -92,7 +92,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         self._cuda_devices = [d.torch_device.index for d in self.devices if isinstance(d.torch_device.index, int)]
-        self.has_succeeded = self._is_short = False
+        self.has_succeeded, self._is_short, self._num_expected = False, False, 0
         self._evaluated_elements = -1
         self.step_plan = self.plan
 
@@ -308,8 +308,8 @@ class Executor:
         for calls in called:
             observer.work.note_calls(calls)
         self._reset()
-        if not self.has_succeeded:
-            self._runner.prepare_lanes(len(called))
+        self._runner.prepare_lanes(self._num_expected)
+        self._num_expected = 0
         seen = SeenStep(
             merge_calls(called),
             len(called),
@@ -361,6 +361,10 @@ class Executor:
             self._runner.abort()
             self.recorder.drop()
             self._reset()
+
+    def expect_turns(self, num_microbatches: int) -> None:
+        """So many microbatches take turns from the next step on: it is planned when libraries have what they keep for them."""
+        self._num_expected = num_microbatches
 
     def note_shortage(self) -> bool:
         """Turns by a plan ran out of memory: whether those of later steps are to be planned with less, and tried again."""

@@ -84,7 +84,7 @@ class MicrobatchRunner:
 
     def prepare_lanes(self, number: int) -> None:
         """Let so many lanes take of the devices what libraries keep for each thread, so that plans are made without it."""
-        for device in self._devices if number > 1 else ():
+        for device in self._devices if number else ():
             if device.computes_apart:
                 self._lanes.prepare(number, device.prepare_thread)
 
