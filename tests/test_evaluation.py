@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from queue import Queue
 from typing import Any
 
@@ -285,6 +286,14 @@ def test_what_a_split_prediction_draws_does_not_depend_on_the_capacity() -> None
     # Every batch and microbatch draws its own.
     rows = torch.cat(found[0])
     assert len(rows.unique(dim=0)) == len(rows)
+
+
+@pytest.mark.cpu
+def test_an_evaluation_that_other_nodes_have_heard_of_does_not_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did, and what the nodes exchange next would have been of different steps."""
+    monkeypatch.setattr("lightning_harmony.fit.evaluation.num_collectives", count().__next__)
+    with pytest.raises(CapacityError):
+        trainer_for(harmony(**TIGHT)).validate(Evaluated(), batches(), verbose=False)
 
 
 @pytest.mark.cpu
