@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.devices.recording import RecordingChangedError
 from lightning_harmony.engine.step.executor import Executor
@@ -25,7 +24,6 @@ from lightning_harmony.held.held_state import Held, Kind, is_plain
 from lightning_harmony.held.places import Places
 from lightning_harmony.held.walk import Other
 from lightning_harmony.microbatches.collectives import num_collectives
-from lightning_harmony.microbatches.fingerprints import Fingerprints
 from lightning_harmony.microbatches.lane_attributes import (
     KnownChanges,
     LaneAttributes,
@@ -37,7 +35,7 @@ from lightning_harmony.microbatches.remembered import KeptBatch
 from lightning_harmony.microbatches.stale_reads import StaleReads
 from lightning_harmony.microbatches.state_elsewhere import StateElsewhere
 from lightning_harmony.microbatches.step_undo import Undo
-from lightning_harmony.microbatches.watch import Watch, all_values
+from lightning_harmony.microbatches.watch import AloneWatch, Watch
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 
@@ -90,9 +88,8 @@ class Interleaving:
             metric for metric in metrics_of(self._model) if all(metric is not each for each in of_layers)
         )
         self._elsewhere = StateElsewhere(self.places, of_layers, engine.objects_with_weights, metrics)
-        self._is_shown = self._changes_batch = self._is_checked = False
-        # Of the first step of one microbatch, while it runs.
-        self._silent: Fingerprints | None = None
+        self._alone = AloneWatch(self.places, self._buffers_between_layers)
+        self._is_shown = self._changes_batch = False
         self._causes_of_repeats: set[str] = set()
         self.hazard: str | None = None
 
@@ -130,7 +127,7 @@ class Interleaving:
         self._ends.finish()
         self._num_collectives = num_collectives()
         if len(sizes) == 1:
-            self.listen(checks=not self._is_checked)
+            self.listen(is_step=True)
             has_others = self._trainer.world_size > 1
             with MicrobatchLogs(compat.logged_results(self._trainer), sizes) if has_others else nullcontext():
                 forward(False)
@@ -193,45 +190,27 @@ class Interleaving:
         """The default dtypes that were set within steps, and do not hold outside of them."""
         return self._elsewhere.default_dtypes
 
-    def listen(self, *, checks: bool = False) -> None:
-        """Layers will be called whose code may run again, of one microbatch, or between steps.
-
-        Args:
-            checks: whether to look at what that changes of which nothing else tells.
-        """
+    def listen(self, *, is_step: bool = False) -> None:
+        """Layers will be called whose code may run again: in a step of one microbatch, or between steps."""
         on_call = self._elsewhere.begin()
-        if checks:
-            with DisableTorchFunction():
-                silent = self._silent = Fingerprints(
-                    all_values(self.places.look().places, self._buffers_between_layers)
-                )
-            self._engine.notify(Listeners(on_call=lambda objects: silent.checked(on_call(objects))))
-        else:
-            self._engine.notify(Listeners(on_call=on_call))
+        self._engine.notify(Listeners(on_call=self._alone.checking(on_call) if is_step else on_call))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """The context of a step that runs forwards and backwards itself, and not in microbatches."""
-        self.listen(checks=not self._is_checked)
+        self.listen(is_step=True)
         try:
             yield
         finally:
             self.finish()
 
     def finish(self) -> None:
-        """The step is over.
-
-        Raises:
-            UnsupportedModelError: if the code of layers has changed something when it ran again, of which nothing tells.
-        """
+        """The step is over; layers are refused that have changed something when they ran again, and nobody else can tell."""
         self._ends.finish()
         self._attributes.finish()
         self._elsewhere.finish()
         self.places.let_go()
-        silent, self._silent = self._silent, None
-        if silent is not None:
-            self._is_checked = True
-            silent.refuse_changed_again()
+        self._alone.finish()
 
     def _run_microbatches(
         self, forward: Callable[[bool], None], sizes: Sequence[int], turns: _Turns | None = None
