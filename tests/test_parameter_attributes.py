@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ class Packed(nn.Parameter):
     """Four bits an element, two in a byte, and what it takes to read them, as a parameter of bitsandbytes."""
 
     state: Any
+    original: Tensor
 
     @staticmethod
     def of(values: Tensor) -> Packed:
@@ -209,7 +211,7 @@ class CountedOnAWeight(nn.Module):
         return x + torch.tanh(self.one(x)) * (1 + 0.01 * weight.num_calls)
 
 
-def trained_twice(make: Callable[[], nn.Module], num_microbatches: int) -> None:
+def trained_twice(make: Callable[[], nn.Module], num_microbatches: int, *callbacks: pl.Callback) -> None:
     """Train as plain Lightning does, and swapped."""
     samples = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
 
@@ -217,9 +219,9 @@ def trained_twice(make: Callable[[], nn.Module], num_microbatches: int) -> None:
         torch.manual_seed(0)
         return Net(Stack(*(make() for _ in range(4))), trained)
 
-    plain = train_plain(built(), samples, num_microbatches, 6)
+    plain = train_plain(built(), samples, num_microbatches, 6, more_callbacks=callbacks)
     strategy = HarmonyStrategy(device_memory="12KiB", num_microbatches=num_microbatches, profile_cache=False)
-    compare(plain, train_harmony(built(), samples, strategy, 6, with_gradients=False))
+    compare(plain, train_harmony(built(), samples, strategy, 6, with_gradients=False, more_callbacks=callbacks))
 
 
 @pytest.mark.cpu
@@ -250,3 +252,78 @@ def test_a_layer_that_writes_to_what_a_frozen_weight_keeps_is_refused(within: bo
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_what_the_first_call_sets_on_a_parameter_counts_once(num_microbatches: int) -> None:
     trained_twice(CountedOnAWeight, num_microbatches)
+
+
+class Sharing(nn.Module):
+    """What is set on its frozen weight lies in memory that others have, too.
+
+    Args:
+        share: sets that, and returns the others.
+    """
+
+    def __init__(self, share: Callable[[nn.Module, Any], Tensor]) -> None:
+        super().__init__()
+        self.one = nn.Linear(16, 16)
+        self.weight = nn.Parameter(torch.randn(16, 16), requires_grad=False)
+        self.register_buffer("buffer", torch.rand(16))
+        self.shared = SimpleNamespace(tensor=share(self, self.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        return x + torch.tanh(self.one(x)) + x.sin() @ (weight * weight.factors)
+
+
+def with_a_buffer(module: nn.Module, weight: Any) -> Tensor:
+    buffer = module.get_buffer("buffer")
+    weight.factors = buffer[None]
+    return buffer
+
+
+def with_one_of_ones_own(module: nn.Module, weight: Any) -> Tensor:
+    weight.both = torch.rand(2, 16)
+    weight.factors = weight.both[1]
+    return weight.both  # type: ignore[no-any-return]
+
+
+def with_one_elsewhere(module: nn.Module, weight: Any) -> Tensor:
+    both = torch.rand(2, 16)
+    weight.factors = both[0]
+    return both
+
+
+def in_other_units(module: nn.Module, weight: Any) -> Tensor:
+    weight.factors = torch.rand(16)
+    weight.bits = weight.factors.view(torch.int32)
+    return weight.bits.view(torch.float32)  # type: ignore[no-any-return]
+
+
+class Grow(pl.Callback):
+    """Changes in place what is shared."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx % trainer.accumulate_grad_batches == 0:
+            for layer in module.net.layers:
+                layer.shared.tensor.mul_(1.1)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("share", [with_a_buffer, with_one_of_ones_own, with_one_elsewhere, in_other_units])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_attributes_change_with_what_shares_their_memory(
+    share: Callable[[nn.Module, Any], Tensor], num_microbatches: int
+) -> None:
+    """They went to memory of their own, and what others changed of them was lost."""
+    trained_twice(lambda: Sharing(share), num_microbatches, Grow())
+
+
+class WithoutData(QLoRA):
+    """Its weight tells of another one, that was never made, by its shape and type."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.weight.original = torch.empty(size, size, device="meta")
+
+
+@pytest.mark.cpu
+def test_attributes_may_have_no_data() -> None:
+    trained_twice(lambda: WithoutData(16), 1)

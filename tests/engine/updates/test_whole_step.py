@@ -11,7 +11,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.report import Traffic
-from lightning_harmony.engine.model.host_store import ALONE, num_users
+from lightning_harmony.engine.structures.memory_users import ALONE, num_users
 from lightning_harmony.engine.updates import whole_step
 from lightning_harmony.engine.updates.whole_step import WholeStep, _asks_first, _held_by
 

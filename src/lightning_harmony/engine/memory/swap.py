@@ -14,7 +14,7 @@ from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.file_reads import FileReads
 from lightning_harmony.engine.memory.tensor_class import parameter_like, share_attributes
 from lightning_harmony.engine.model.host_pool import HostPool
-from lightning_harmony.engine.model.host_store import ALONE, HostStore, Slot, lay_out, num_users, views_in
+from lightning_harmony.engine.model.host_store import HostStore, Slot, lay_out, views_in
 from lightning_harmony.engine.model.layer import BufferKey, buffer_of, set_host_buffer
 from lightning_harmony.engine.model.pack import (
     LeavingBuffers,
@@ -24,6 +24,7 @@ from lightning_harmony.engine.model.pack import (
     SwappedPack,
 )
 from lightning_harmony.engine.model.resident_weight import make_resident
+from lightning_harmony.engine.structures.memory_users import ALONE, num_users
 from lightning_harmony.engine.structures.parts import are_alike, data_of, made_of, num_bytes_of, parts_of
 from lightning_harmony.engine.structures.strides import is_expanded
 from lightning_harmony.engine.updates.disk_home import DiskHome
@@ -257,8 +258,8 @@ class Swapper:
 
 def _attribute_at(device: torch.device, pack: SwappedPack, tensor: Tensor) -> Tensor:
     """What takes the place of a tensor that is an attribute of a parameter. Companions are bound when a layer is called."""
-    is_companion = any(tensor in layer.companions for layer in pack.layers)
-    return tensor if is_companion else tensor.to(device)
+    stays = tensor.is_meta or any(tensor in layer.companions for layer in pack.layers)
+    return tensor if stays else tensor.to(device)
 
 
 def _cast(source: Tensor, destination: Tensor, space: Tensor) -> None:

@@ -20,6 +20,7 @@ from torch._C import DisableTorchFunctionSubclass
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.keeping_places import Place, has_memory, places_of, places_within
 from lightning_harmony.engine.structures.containers import MISSING, Unchanged, changed_names, copied_content, put_value
+from lightning_harmony.engine.structures.memory_users import has_memory_alone
 from lightning_harmony.engine.structures.operations import viewed
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.errors import UnsupportedModelError
@@ -120,10 +121,13 @@ class Companions:
                 owners.setdefault(place.owner, place.parameter)
             if place.owner is None or place.owner not in owners:
                 continue
+            parameter = owners[place.owner]
             for _, tensor in place.tensors():
-                if id(tensor) not in seen and has_memory(tensor):
+                # Apart from others that have its memory, it would no longer change with these.
+                is_apart = has_memory(tensor) and tensor.is_meta is parameter.is_meta and has_memory_alone(tensor)
+                if is_apart and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    self.apart.setdefault(owners[place.owner], []).append(tensor)
+                    self.apart.setdefault(parameter, []).append(tensor)
 
     def _note_objects(self, places: Iterable[Place], leaves: Mapping[nn.Parameter, Tensor]) -> None:
         of_parameters = {id(vars(leaf)) for leaf in leaves.values()}

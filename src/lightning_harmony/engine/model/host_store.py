@@ -16,6 +16,7 @@ from lightning_harmony.engine.devices.cores import run_anywhere
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.touched_memory import SharedMemory
 from lightning_harmony.engine.model.companions import Companions, beside_parameters
+from lightning_harmony.engine.structures.memory_users import ALONE, num_users
 from lightning_harmony.engine.structures.operations import viewed
 from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of
 from lightning_harmony.engine.structures.strides import is_dense
@@ -30,16 +31,6 @@ Key = TypeVar("Key")
 def aligned(num_bytes: int) -> int:
     """Bytes rounded up, so that what comes behind them is aligned."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def num_users(tensor: Tensor) -> int:
-    """How many tensors have the memory of a tensor, give or take a constant."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
-
-
-# Of a tensor that no other has the memory of.
-ALONE = num_users(torch.empty(1))
 
 
 def lies_in(tensor: Tensor, buffer: Tensor) -> bool:

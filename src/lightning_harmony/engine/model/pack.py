@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
-from lightning_harmony.engine.model.host_store import ALONE, HostStore, Slot, lay_out, num_users
+from lightning_harmony.engine.model.host_store import HostStore, Slot, lay_out
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer_of, bytes_of
 from lightning_harmony.engine.structures.checksum import checksum
+from lightning_harmony.engine.structures.memory_users import ALONE, num_users
 from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.parts import is_composed, parts_of
 
@@ -431,11 +432,8 @@ def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, to
     copied = sum(run.num_bytes for run in runs) + sum(store.slot(parameter).num_bytes for parameter in casts)
     copied += sum(slot.num_bytes for parameter, slot in slots.items() if parameter in store.in_files)
     masters, master_bytes = lay_out(casts)
-    companions = {
-        tensor: place
-        for parameter, slot in slots.items()
-        for tensor, place in zip(store.beside.get(parameter, ()), slot.beside, strict=True)
-    }
+    beside = ((store.beside.get(parameter, ()), slot.beside) for parameter, slot in slots.items())
+    companions = {tensor: place for tensors, places in beside for tensor, place in zip(tensors, places, strict=True)}
     return Layout(
         slots,
         companions,

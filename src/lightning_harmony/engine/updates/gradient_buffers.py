@@ -8,8 +8,9 @@ from threading import Lock
 from torch import Tensor, nn
 
 from lightning_harmony.engine.model.host_pool import HostPool
-from lightning_harmony.engine.model.host_store import lies_in, num_users
+from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.pack import SummedGradients
+from lightning_harmony.engine.structures.memory_users import num_users
 
 
 class GradientBuffers:

@@ -1,0 +1,33 @@
+"""How many tensors have one memory."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+
+def num_users(tensor: Tensor) -> int:
+    """How many tensors have the memory of a tensor, give or take a constant."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+# Of a tensor that no other has the memory of.
+ALONE = num_users(torch.empty(1))
+
+
+def _holders_of_base(tensor: Tensor) -> tuple[int, int] | None:
+    """How many hold what a tensor is a view of, in Python and elsewhere, give or take constants; None for no view."""
+    base = tensor._base
+    return None if base is None else (sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
+
+
+_VIEW_ALONE = _holders_of_base(torch.empty(2)[1:])
+
+
+def has_memory_alone(tensor: Tensor) -> bool:
+    """Whether no other tensor has the memory of a tensor, except for one of which it is a view and which nobody else has."""
+    is_hidden = tensor._base is not None and _holders_of_base(tensor) == _VIEW_ALONE
+    return num_users(tensor) <= ALONE + is_hidden
