@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from lightning_harmony.engine.structures.memory_users import has_memory_alone
+from lightning_harmony.engine.structures.memory_users import has_memory_alone, place_in_memory
 
 
 def test_a_tensor_has_its_memory_alone_until_there_is_a_view() -> None:
@@ -34,3 +35,13 @@ def test_detached_tensors_share_memory() -> None:
     assert not has_memory_alone(detached)
     del tensor
     assert has_memory_alone(detached)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_tensor_stays_in_its_place_until_it_is_given_other_data(device: str) -> None:
+    tensor = torch.empty(4, 2, device=device)
+    place = place_in_memory(tensor)
+    assert place_in_memory(tensor) == place
+    for other in (torch.empty(4, 2, device=device), tensor.detach()[:2], tensor.detach()[2:]):
+        tensor.data = other
+        assert place_in_memory(tensor) != place

@@ -20,7 +20,7 @@ from torch._C import DisableTorchFunctionSubclass
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.keeping_places import Place, has_memory, places_of, places_within
 from lightning_harmony.engine.structures.containers import MISSING, Unchanged, changed_names, copied_content, put_value
-from lightning_harmony.engine.structures.memory_users import has_memory_alone
+from lightning_harmony.engine.structures.memory_users import has_memory_alone, place_in_memory
 from lightning_harmony.engine.structures.operations import viewed
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.errors import UnsupportedModelError
@@ -255,41 +255,46 @@ class Companions:
         self, leaves: Mapping[nn.Parameter, Tensor], apart: Mapping[Tensor, Tensor], before: CallChanges | None
     ) -> Iterator[CallChanges]:
         found = CallChanges()
-        attributes = {p: (vars(leaves[p]), dict(vars(leaves[p]))) for p in self._with_attributes}
+        attributes = [(p, now := leaves[p].__dict__, now.copy()) for p in self._with_attributes]
+        objects = [(content, copied_content(content)) for content in (self._objects if self else ())]
+        unchanged = Unchanged([*((now, then) for _, now, then in attributes), *objects])
         if before is not None:
             for parameter, values in before.attributes.items():
-                _update(vars(leaves[parameter]), values)
-        objects = [(content, copied_content(content)) for content in (self._objects if self else ())]
+                _update(leaves[parameter].__dict__, values)
         # Who watches what code reads is not to see this.
         with DisableTorchFunctionSubclass():
-            bound = list(self._bind(leaves, apart))
+            bound = _Bound(list(self._places_there(leaves, apart)))
         try:
             yield found
             with DisableTorchFunctionSubclass():
-                if any(each.has_changed() for each in bound):
+                if bound.have_changed():
                     raise UnsupportedModelError(changes_data(self._layer))
         finally:
-            for parameter, (now, then) in attributes.items():
+            # Sooner asked than each of them.
+            for parameter, now, then in attributes if not unchanged.holds() else ():
                 if before is not None:
                     now.clear()
                     now.update(then)
                 elif changed := changed_names(then, now):
                     found.attributes[parameter] = {name: then.get(name, MISSING) for name in changed}
                     _update(vars(parameter), {name: now.get(name, MISSING) for name in changed})
-            found.objects += [(now, names) for now, then in objects if (names := set(changed_names(then, now)))]
+            if not unchanged.holds():
+                found.objects += [(now, names) for now, then in objects if (names := set(changed_names(then, now)))]
             with DisableTorchFunctionSubclass():
-                for each in bound:
-                    each.end()
+                bound.end()
                 self._find_new(leaves)
 
-    def _bind(self, leaves: Mapping[nn.Parameter, Tensor], apart: Mapping[Tensor, Tensor]) -> Iterator[_Bound]:
+    def _places_there(
+        self, leaves: Mapping[nn.Parameter, Tensor], apart: Mapping[Tensor, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The companions, and where each lies on the device."""
         alive = _alive(self._views)
         self._views = [view for view, _ in alive]
         for view, tensor in alive:
-            yield _Bound(tensor, view.within(leaves[view.parameter]))
+            yield tensor, view.within(leaves[view.parameter])
         for several in self.apart.values():
             for tensor in several:
-                yield _Bound(tensor, apart[tensor])
+                yield tensor, apart[tensor]
 
     def _find_new(self, leaves: Mapping[nn.Parameter, Tensor]) -> None:
         """Let views of weights that a call has left in objects be companions from now on."""
@@ -389,23 +394,30 @@ class _WithoutAttributes:
 
 
 class _Bound:
-    """A companion on a device, until `end`."""
+    """Companions on a device, until `end`.
 
-    def __init__(self, tensor: Tensor, there: Tensor) -> None:
-        self._tensor, self._there = tensor, there
-        self._home = viewed(tensor, Tensor.detach)
-        tensor.data = there
-        self._version = tensor._version
+    Args:
+        places: each of them, and where it lies there.
+    """
 
-    def has_changed(self) -> bool:
-        """Whether it was changed in place, or has other data."""
-        tensor, there = self._tensor, self._there
-        places = [(each.untyped_storage()._cdata, each.storage_offset(), each.size()) for each in (tensor, there)]
-        return tensor._version != self._version or places[0] != places[1]
+    def __init__(self, places: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._tensors = tensors = [tensor for tensor, _ in places]
+        self._homes = viewed(tensors[0], lambda _: list(map(Tensor.detach, tensors))) if tensors else []
+        for tensor, there in places:
+            tensor.data = there
+        self._state = self._state_now()
+
+    def _state_now(self) -> list[Any]:
+        return [(tensor._version, *place_in_memory(tensor)) for tensor in self._tensors]
+
+    def have_changed(self) -> bool:
+        """Whether any was changed in place, or has other data."""
+        return self._state_now() != self._state
 
     def end(self) -> None:
-        """It is on the host again."""
-        self._tensor.data = self._home
+        """They are on the host again."""
+        for tensor, home in zip(self._tensors, self._homes, strict=True):
+            tensor.data = home
 
 
 def _update(attributes: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -1,11 +1,14 @@
-"""How many tensors have one memory."""
+"""Where tensors lie in memory, and how many have it."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
+
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 def num_users(tensor: Tensor) -> int:
@@ -31,3 +34,12 @@ def has_memory_alone(tensor: Tensor) -> bool:
     """Whether no other tensor has the memory of a tensor, except for one of which it is a view and which nobody else has."""
     is_hidden = tensor._base is not None and _holders_of_base(tensor) == _VIEW_ALONE
     return num_users(tensor) <= ALONE + is_hidden
+
+
+def place_in_memory(tensor: Tensor) -> tuple[Any, ...]:
+    """What stays the same while nobody gives a tensor other data."""
+    if tensor.is_meta or type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+        # It may have no address.
+        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.size()
+    # Sooner asked for than the others.
+    return tensor.data_ptr(), tensor.size()
