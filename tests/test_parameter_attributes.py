@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -212,16 +212,23 @@ class CountedOnAWeight(nn.Module):
 
 
 def trained_twice(make: Callable[[], nn.Module], num_microbatches: int, *callbacks: pl.Callback) -> None:
-    """Train as plain Lightning does, and swapped."""
+    """Train a stack of layers as plain Lightning does, and swapped."""
+    trained_alike(lambda: Stack(*(make() for _ in range(4))), num_microbatches, *callbacks)
+
+
+def trained_alike(make: Callable[[], nn.Module], num_microbatches: int, *callbacks: pl.Callback) -> tuple[Net, Net]:
+    """Train as plain Lightning does, and swapped; the modules, as each has left them."""
     samples = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
 
     def built() -> Net:
         torch.manual_seed(0)
-        return Net(Stack(*(make() for _ in range(4))), trained)
+        return Net(make(), trained)
 
-    plain = train_plain(built(), samples, num_microbatches, 6, more_callbacks=callbacks)
+    one, other = built(), built()
+    plain = train_plain(one, samples, num_microbatches, 6, more_callbacks=callbacks)
     strategy = HarmonyStrategy(device_memory="12KiB", num_microbatches=num_microbatches, profile_cache=False)
-    compare(plain, train_harmony(built(), samples, strategy, 6, with_gradients=False, more_callbacks=callbacks))
+    compare(plain, train_harmony(other, samples, strategy, 6, with_gradients=False, more_callbacks=callbacks))
+    return one, other
 
 
 @pytest.mark.cpu
@@ -327,3 +334,55 @@ class WithoutData(QLoRA):
 @pytest.mark.cpu
 def test_attributes_may_have_no_data() -> None:
     trained_twice(lambda: WithoutData(16), 1)
+
+
+class ScaledOnItsWeight(nn.Module):
+    """Reads what other code sets on its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(16, 16)
+        cast(Any, self.one.weight).num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.one.weight
+        return x + torch.tanh(self.one(x)) * getattr(weight, "scale", 1 + 0.01 * weight.num_calls)
+
+
+class SetsBetweenLayers(Stack):
+    """Sets something on weights between calls of layers.
+
+    Args:
+        at_once: whether it sets it on the weights of all layers before their calls, from some call on.
+        layers: which have them.
+    """
+
+    def __init__(self, layers: list[nn.Module], *, at_once: bool) -> None:
+        super().__init__(*layers)
+        self._at_once, self._num_calls = at_once, 0
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self._num_calls += 1
+        for layer in self.layers:
+            weight = cast(Any, layer).one.weight
+            if self._at_once and self._num_calls > 7:
+                weight.scale = float(batch.mean())
+            if not self._at_once:
+                weight.num_calls += 1
+                batch = layer(batch)
+        outputs = self.layers(batch) if self._at_once else batch
+        return (outputs - 1).pow(2).mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_layers_find_what_code_between_them_sets_on_their_weights(at_once: bool, num_microbatches: int) -> None:
+    """It was set on what stands for the weight alone."""
+
+    def make() -> Stack:
+        return SetsBetweenLayers([ScaledOnItsWeight() for _ in range(3)], at_once=at_once)
+
+    modules = trained_alike(make, num_microbatches)
+    plain, swapped = ([vars(each) for each in module.parameters()] for module in modules)
+    assert plain == swapped

@@ -330,7 +330,7 @@ class Interleaving:
             changed = f"{buffer} is changed in one call, and found so in a later one"
             self.end(changed, num_microbatches, "give each call a module of its own")
         elif (changed_parameter := self._engine.step.changed_parameter) is not None:
-            changed = f"the step changes parameter {changed_parameter!r}"
+            changed = f"the step changes parameter {changed_parameter!r}, or what is set on it"
             self.end(changed, num_microbatches, "change it in on_train_batch_start or on_train_batch_end")
         elif (again := self._engine.step.changed_in_backward) is not None:
             self.end(f"{again} is changed in the backward", num_microbatches, "leave out the checkpoint that does so")

@@ -54,9 +54,12 @@ class StandIn(Tensor):
     What is asked of it that needs no element is answered; for anything else the parameter is swapped in.
     """
 
+    # Apart from what user code has set on the parameter, which is set on the stand-in, too.
+    __slots__ = ("_is_detached", "_parameter", "_runtime")
+    _is_param = True
     _parameter: nn.Parameter
     _runtime: Runtime
-    _is_detached = False
+    _is_detached: bool
 
     @staticmethod
     def of(
@@ -64,8 +67,7 @@ class StandIn(Tensor):
     ) -> StandIn:
         """A stand-in for a parameter on a device, in the type that it has there."""
         stand_in = Tensor._make_subclass(StandIn, one_element(parameter.shape, dtype, device), requires_grad)
-        stand_in._is_param = True
-        stand_in._parameter, stand_in._runtime = parameter, runtime
+        stand_in._parameter, stand_in._runtime, stand_in._is_detached = parameter, runtime, False
         if requires_grad:
             # A hook that referred to it would keep it, and the engine, for good: nobody sees through the graph to it.
             itself = weakref.ref(stand_in)
@@ -110,6 +112,17 @@ class StandIn(Tensor):
 
     def __hash__(self) -> int:
         return id(self.stands_for)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Not what torch itself keeps of tensors.
+        if not (hasattr(StandIn, name) or self._is_detached):
+            self._runtime.note_attribute(self._parameter)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if not self._is_detached:
+            self._runtime.note_attribute(self._parameter)
+        super().__delattr__(name)
 
     @property
     def stands_for(self) -> Tensor:
@@ -356,8 +369,12 @@ class Glue:
                 requires_grad = parameter.requires_grad
                 known = StandIn.of(parameter, self._device, dtype, self._runtime, requires_grad=requires_grad)
             self._stand_ins[parameter] = known
-        # Code may read there what was set on the parameter, and somebody may have set it since.
-        vars(known).update(vars(parameter))
+        if is_composed(parameter):
+            # Its class has put the values there, too.
+            vars(known).update(vars(parameter))
+        else:
+            # What is set on one is on both.
+            known.__dict__ = parameter.__dict__
         return known
 
     def stashing(self) -> AbstractContextManager[Any]:

@@ -42,6 +42,10 @@ class Runtime(Protocol):
     def set_gradient_flag(self, parameter: nn.Parameter, stand_in: Tensor, flag: bool) -> bool:
         """The current microbatch says whether a parameter needs gradients; whether one may."""
 
+    def note_attribute(self, parameter: nn.Parameter) -> None:
+        """The code between layers is about to set something on a parameter."""
+        return
+
     def changing(self, parameter: nn.Parameter, *, in_place: bool) -> AbstractContextManager[Tensor] | None:
         """The context in which a parameter is on a device, to be changed there; None where others use it meanwhile.
 

@@ -141,9 +141,7 @@ class Runtime:
     def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
         """A tensor on a layer's device, without its graph."""
         progress = None if self._has_one_device else self._step.current()
-        if progress is None:
-            return tensor
-        return progress.transfers.copy(tensor, self._devices.index(residency.device))
+        return tensor if progress is None else progress.transfers.copy(tensor, self._devices.index(residency.device))
 
     def make_room(self, num_bytes: int, device: Device) -> None:
         """Let what isn't needed now make way for what a layer allocates beside its usual work."""
@@ -278,6 +276,10 @@ class Runtime:
         self._step.gradient_flags.set(progress.lane.microbatch, (parameter, stand_in), flag)
         return True
 
+    def note_attribute(self, parameter: nn.Parameter) -> None:
+        """The code between layers is about to set something on a parameter."""
+        self._step.note_attribute(self._model.names.get(parameter, ""))
+
     def changing(self, parameter: nn.Parameter, *, in_place: bool) -> AbstractContextManager[Tensor] | None:
         """The context in which a parameter is on the root device, to be changed there; behind it, the host has that.
 
@@ -321,14 +323,12 @@ class Runtime:
     ) -> Mapping[nn.Parameter, Tensor] | None:
         """Give the host what a layer's code has made of its parameters, unless others use them meanwhile."""
         step, views, progress = self._step, self.views(), self._step.current()
-        if step.is_running and not (
-            step.is_sequential and (self._observer.is_training or len(step.turns.running) == 1)
-        ):
+        may_change = step.is_sequential and (self._observer.is_training or len(step.turns.running) == 1)
+        if step.is_running and not may_change:
             return None
-        for parameter in changed:
-            is_used = progress is not None and parameter in progress.tokens
-            if is_used or (views is not None and views.has_of(parameter)):
-                return None
+        tokens = {} if progress is None else progress.tokens
+        if any(each in tokens or (views is not None and views.has_of(each)) for each in changed):
+            return None
         step.changed_parameter = self._model.names.get(next(iter(changed)), "")
         return keep(changed, residency, self._placement)
 

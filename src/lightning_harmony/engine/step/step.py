@@ -91,7 +91,7 @@ class Step:
         is_sequential: whether one microbatch runs after the other, in the caller's own thread.
         watch: watches its microbatches while one runs after the other.
         has_optimizer: whether an optimizer has a parameter.
-        changed_parameter: the name of a parameter that its code has changed; None if it has changed none.
+        changed_parameter: the name of a parameter that its code has changed, or what is set on it; None if there is none.
         changed_in_backward: the buffer of a layer whose own code has changed it in the backward, in words; None if none has.
         gradient_flags: what its code says of parameters that need gradients.
         read_buffers: the buffers of layers that others have read, and the layers.
@@ -135,6 +135,20 @@ class Step:
     def is_running(self) -> bool:
         """Whether it has lanes."""
         return bool(self._progress)
+
+    def note_attribute(self, parameter: str) -> None:
+        """The code between layers is about to set something on a parameter with a name.
+
+        Raises:
+            UnsupportedModelError: if microbatches take turns. Nothing is set yet, and the step runs again without.
+        """
+        if self.is_running and not self.is_sequential:
+            raise UnsupportedModelError(
+                f"an attribute of parameter {parameter!r} is set by code outside of its layer for the first time when "
+                "microbatches take turns, and others would find it: use HarmonyStrategy(num_microbatches=1), or set it in a "
+                "hook such as on_train_batch_start"
+            )
+        self.changed_parameter = parameter
 
     @property
     def runs_whole(self) -> bool:
