@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -139,11 +140,13 @@ GPU = torch.device("cuda")
 def place_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], str]:
     """Where tensors would be, had moves to a GPU brought them there. They have other memory only."""
     move = Tensor.to
-    places: dict[int, str] = {}
-    moved: list[Tensor] = []
+    # Another storage may have the identity of one that has ended.
+    places: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
 
     def where(tensor: Tensor) -> str:
-        return places.get(tensor.untyped_storage()._cdata, "cpu")
+        storage = tensor.untyped_storage()
+        known = places.get(storage._cdata)
+        return known[1] if known is not None and known[0]() is storage else "cpu"
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         device = args[0]
@@ -151,10 +154,9 @@ def place_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], str]:
             return move(tensor, *args, **kwargs)
         if device.type == where(tensor):
             return tensor
-        # Kept, for another storage may have the identity of one that ends.
-        moved.append(tensor.detach().clone())
-        places[moved[-1].untyped_storage()._cdata] = device.type
-        return moved[-1]
+        moved = tensor.detach().clone()
+        places[moved.untyped_storage()._cdata] = weakref.ref(moved.untyped_storage()), device.type
+        return moved
 
     monkeypatch.setattr(Tensor, "to", to)
     return where
