@@ -386,3 +386,27 @@ def test_layers_find_what_code_between_them_sets_on_their_weights(at_once: bool,
     modules = trained_alike(make, num_microbatches)
     plain, swapped = ([vars(each) for each in module.parameters()] for module in modules)
     assert plain == swapped
+
+
+class KeepsAView(nn.Module):
+    """Its first call keeps a view of what a frozen weight has beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(16, 16)
+        self.weight = nn.Parameter(torch.randn(16, 16), requires_grad=False)
+        cast(Any, self.weight).factors = torch.rand(2, 16)
+        self.shared = SimpleNamespace(tensor=cast(Any, self.weight).factors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if not hasattr(weight, "second"):
+            weight.second = weight.factors[1]
+        return x + torch.tanh(self.one(x)) + x.sin() @ (weight * weight.factors[0] * weight.second)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_a_view_that_a_call_leaves_on_a_frozen_weight_follows_what_it_is_of(num_microbatches: int) -> None:
+    """It kept the memory that it was found in on the device, and its values."""
+    trained_twice(KeepsAView, num_microbatches, Grow())

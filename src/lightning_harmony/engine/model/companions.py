@@ -41,7 +41,7 @@ def changes_data(layer: str) -> str:
 
 @dataclass(frozen=True)
 class View:
-    """A companion in the memory of its parameter.
+    """A companion in the memory of its parameter, or of another companion.
 
     Attributes:
         tensor: the user's own tensor, which ends when nobody else has it.
@@ -52,14 +52,14 @@ class View:
     """
 
     tensor: weakref.ref[Tensor]
-    parameter: nn.Parameter
+    parameter: Tensor
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor, parameter: nn.Parameter, base: Tensor) -> View:
-        """A view of a parameter, which is `base` now."""
+    def of(cls, tensor: Tensor, parameter: Tensor, base: Tensor) -> View:
+        """A view of a parameter or companion, which is `base` now."""
         offset = int(tensor.storage_offset() - base.storage_offset())
         return cls(weakref.ref(tensor), parameter, tensor.size(), tensor.stride(), offset)
 
@@ -169,7 +169,7 @@ class Companions:
     @property
     def with_views(self) -> set[nn.Parameter]:
         """The parameters that have some in their memory."""
-        return {view.parameter for view in self._views}
+        return {view.parameter for view in self._views if isinstance(view.parameter, nn.Parameter)}
 
     @property
     def parameters(self) -> set[nn.Parameter]:
@@ -212,7 +212,12 @@ class Companions:
             for key, tensor in place.tensors():
                 if id(tensor) in others and not isinstance(place.content, tuple):
                     place.content[key] = others[id(tensor)]
-        self._views = [replace(view, tensor=weakref.ref(others[id(each)])) for view, each in _alive(self._views)]
+        self._views = [
+            replace(
+                view, tensor=weakref.ref(others[id(each)]), parameter=others.get(id(view.parameter), view.parameter)
+            )
+            for view, each in _alive(self._views)
+        ]
         self.apart = {p: [others[id(tensor)] for tensor in tensors] for p, tensors in self.apart.items()}
         return before
 
@@ -282,7 +287,7 @@ class Companions:
                 found.objects += [(now, names) for now, then in objects if (names := set(changed_names(then, now)))]
             with DisableTorchFunctionSubclass():
                 bound.end()
-                self._find_new(leaves)
+                self._find_new(leaves, apart)
 
     def _places_there(
         self, leaves: Mapping[nn.Parameter, Tensor], apart: Mapping[Tensor, Tensor]
@@ -291,13 +296,14 @@ class Companions:
         alive = _alive(self._views)
         self._views = [view for view, _ in alive]
         for view, tensor in alive:
-            yield tensor, view.within(leaves[view.parameter])
+            base = view.parameter
+            yield tensor, view.within(leaves[base] if isinstance(base, nn.Parameter) else apart[base])
         for several in self.apart.values():
             for tensor in several:
                 yield tensor, apart[tensor]
 
-    def _find_new(self, leaves: Mapping[nn.Parameter, Tensor]) -> None:
-        """Let views of weights that a call has left in objects be companions from now on."""
+    def _find_new(self, leaves: Mapping[nn.Parameter, Tensor], apart: Mapping[Tensor, Tensor]) -> None:
+        """Let views of weights and companions that a call has left in objects be companions from now on."""
         if not self._makes_views and self._num_calls >= _WATCHED_CALLS:
             return
         self._num_calls += 1
@@ -305,15 +311,17 @@ class Companions:
         bases = {p: leaves[p] for p in self._parameters if not p.is_meta}
         places = list(self._places(bases))
         self._note_objects(places, bases)
+        own = {id(tensor): tensor for tensor in self.tensors()}
+        there: dict[Any, Tensor] = {**bases, **{each: apart[each] for each in own.values() if each in apart}}
         for place in places:
             # What modules have themselves, calls own already: copies are there.
             for _, tensor in place.tensors() if place.owner is not None else ():
-                parameter = next((p for p, leaf in bases.items() if _lies_in(tensor, leaf)), None)
-                if parameter is not None:
+                base = None if id(tensor) in own else next((b for b, at in there.items() if _lies_in(tensor, at)), None)
+                if base is not None:
                     self._makes_views = True
-                    view = View.of(tensor, parameter, leaves[parameter])
+                    view = View.of(tensor, base, there[base])
                     self._views.append(view)
-                    tensor.data = view.within(parameter)
+                    tensor.data = view.within(base)
 
 
 def _alive(views: Iterable[View]) -> list[tuple[View, Tensor]]:
