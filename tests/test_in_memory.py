@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_harmony import CapacityError, HarmonyMonitor, HarmonyStrategy
+from support.lightning_fits import leave_half
 from support.same_training import SEED, Net, SeedMicrobatches, placed
 
 pytestmark = [
@@ -290,14 +291,8 @@ class KeepsHalfOfItsGradients(Model):
     """Its optimizer has a `zero_grad` of its own, as one that a wrapper has replaced."""
 
     def configure_optimizers(self) -> Any:
-        optimizer: Any = torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(0.5)
-
-        optimizer.zero_grad = zero_grad
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+        leave_half(optimizer, self)
         return optimizer
 
 

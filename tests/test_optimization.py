@@ -29,6 +29,7 @@ from support.lightning_fits import (
     fit_harmony,
     fit_plain,
     harmony,
+    leave_half,
     loader,
     trainer_for,
     values,
@@ -1158,13 +1159,7 @@ class Leaving(Model):
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(0.5)
-
-        optimizer.zero_grad = zero_grad
+        leave_half(optimizer, self)
         return optimizer
 
 
