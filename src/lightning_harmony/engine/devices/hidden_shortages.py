@@ -19,9 +19,9 @@ def hidden_shortage(error: BaseException) -> torch.OutOfMemoryError | None:
 
     TorchScript repeats the words of an error. Of one of Python, as virtual devices raise it, it has none.
     """
-    words, newest = str(error), DeviceOutOfMemoryError.newest
     if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError | CapacityError):
         return None
+    words, newest = str(error), DeviceOutOfMemoryError.newest
     is_of_script = words.startswith("The following operation failed in the TorchScript interpreter")
     if any(each in words for each in _FAILED_ALLOCATIONS) or (is_of_script and "out of memory" in words):
         return torch.OutOfMemoryError(words)

@@ -23,9 +23,8 @@ from lightning_harmony.engine.layers.handed_on import handing_on
 from lightning_harmony.engine.layers.narrow import autocast_dtype
 from lightning_harmony.engine.model.shown_wide import ShownWide, take_mode
 from lightning_harmony.engine.structures.checksum import checksum
-from lightning_harmony.engine.structures.operations import detached
+from lightning_harmony.engine.structures.operations import NO_DISPATCH, detached
 
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _NO_FUNCTION = torch._C._disabled_torch_function_impl
 
 
@@ -188,7 +187,7 @@ def _would_cast(name: str, narrow: Tensor) -> bool:
 def can_show(parameter: nn.Parameter, leaf: Tensor) -> bool:
     """Whether a layer's code can be shown another tensor in the place of a weight."""
     kind: Any = type(parameter)
-    return kind.__torch_function__ is _NO_FUNCTION and type(leaf).__torch_dispatch__ is _NO_DISPATCH
+    return kind.__torch_function__ is _NO_FUNCTION and type(leaf).__torch_dispatch__ is NO_DISPATCH
 
 
 def show(parameter: nn.Parameter, leaf: Tensor, refuse: Callable[[Tensor], None]) -> NarrowWeight:

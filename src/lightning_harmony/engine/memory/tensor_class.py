@@ -7,14 +7,12 @@ from functools import cache
 from types import new_class
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.memory.opaque import with_tensors
 from lightning_harmony.engine.structures.containers import have_same_content
+from lightning_harmony.engine.structures.operations import NO_DISPATCH
 from lightning_harmony.engine.structures.parts import is_composed
-
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 class TensorClass(NamedTuple):
@@ -106,4 +104,4 @@ def _with_others(value: Any, exchange: Callable[[Tensor], Tensor]) -> Any:
 
 def _attributes_of(tensor: Tensor) -> dict[str, Any] | None:
     """What was set on a tensor; None where its values are elsewhere, which its class has put there."""
-    return vars(tensor) if type(tensor).__torch_dispatch__ is _NO_DISPATCH else None
+    return vars(tensor) if type(tensor).__torch_dispatch__ is NO_DISPATCH else None

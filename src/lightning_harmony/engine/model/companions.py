@@ -276,14 +276,14 @@ class Companions:
                     raise UnsupportedModelError(changes_data(self._layer))
         finally:
             # Sooner asked than each of them.
-            for parameter, now, then in attributes if not unchanged.holds() else ():
-                if before is not None:
-                    now.clear()
-                    now.update(then)
-                elif changed := changed_names(then, now):
-                    found.attributes[parameter] = {name: then.get(name, MISSING) for name in changed}
-                    _update(vars(parameter), {name: now.get(name, MISSING) for name in changed})
             if not unchanged.holds():
+                for parameter, now, then in attributes:
+                    if before is not None:
+                        now.clear()
+                        now.update(then)
+                    elif changed := changed_names(then, now):
+                        found.attributes[parameter] = {name: then.get(name, MISSING) for name in changed}
+                        _update(vars(parameter), {name: now.get(name, MISSING) for name in changed})
                 found.objects += [(now, names) for now, then in objects if (names := set(changed_names(then, now)))]
             with DisableTorchFunctionSubclass():
                 bound.end()

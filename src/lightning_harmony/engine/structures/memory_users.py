@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+from lightning_harmony.engine.structures.operations import NO_DISPATCH
 
 
 def num_users(tensor: Tensor) -> int:
@@ -38,7 +38,7 @@ def has_memory_alone(tensor: Tensor) -> bool:
 
 def place_in_memory(tensor: Tensor) -> tuple[Any, ...]:
     """What stays the same while nobody gives a tensor other data."""
-    if tensor.is_meta or type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+    if tensor.is_meta or type(tensor).__torch_dispatch__ is not NO_DISPATCH:
         # It may have no address.
         return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.size()
     # Sooner asked for than the others.

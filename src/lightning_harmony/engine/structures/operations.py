@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_harmony.engine.structures.checksum import checksum
 
 Views = TypeVar("Views")
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+# What classes have that leave operations to torch.
+NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _EMPTY = torch.empty(0)
 # While one exists, its thread's dispatch modes see nothing.
 _Guard: Any = torch._C._DisableTorchDispatch
@@ -156,7 +157,7 @@ class Unseen:
 
 def detached(tensor: Tensor) -> Tensor:
     """A tensor without its graph. It takes no memory, and no dispatch mode sees it."""
-    if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+    if type(tensor).__torch_dispatch__ is not NO_DISPATCH:
         return Tensor.detach(tensor)
     guard = _Guard()
     try:
@@ -168,7 +169,7 @@ def detached(tensor: Tensor) -> Tensor:
 def is_counted(tensor: Tensor) -> bool:
     """Whether a tensor has a version that `version_counter` shares. Those of inference mode have none."""
     is_plain = (
-        tensor.layout is torch.strided and not tensor.is_nested and type(tensor).__torch_dispatch__ is _NO_DISPATCH
+        tensor.layout is torch.strided and not tensor.is_nested and type(tensor).__torch_dispatch__ is NO_DISPATCH
     )
     return is_plain and not tensor.is_inference()
 
@@ -222,7 +223,7 @@ def viewed(tensor: Tensor, view: Callable[..., Views], *how: Any) -> Views:
         view: makes the views of the tensor.
         how: further arguments of that.
     """
-    if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+    if type(tensor).__torch_dispatch__ is not NO_DISPATCH:
         return view(tensor, *how)
     guard = _Guard()
     try:
