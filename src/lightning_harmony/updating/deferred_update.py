@@ -105,8 +105,11 @@ class DeferredUpdate:
 
         def ask(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if self.policy.why_whole(optimizer) is not None:
-                return self._step_as_a_whole(optimizer, step, closure)
-            return heard(optimizer) if closure is None else heard(optimizer, closure=closure)
+                result = self._step_as_a_whole(optimizer, step, closure)
+            else:
+                result = heard(optimizer) if closure is None else heard(optimizer, closure=closure)
+            self._engine.end_update()
+            return result
 
         with _replaced_step(optimizer, ask):
             yield

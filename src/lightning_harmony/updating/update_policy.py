@@ -38,6 +38,7 @@ from lightning_harmony.updating.lookout import Lookout, is_out_of_sight
 from lightning_harmony.updating.reach import code_of, reaches
 
 # Whose code asks for optimizers where it needs them.
+_SHARED = "code keeps tensors in the memory of parameters"
 _OURS = (*LIGHTNING, "torch", "builtins")
 
 
@@ -129,6 +130,8 @@ class UpdatePolicy:
             return "the gradient scaler checks all gradients"
         if self.engine.step.is_reentrant:
             return "layers are called during the backward (reentrant checkpointing)"
+        if self.engine.shares_weights:
+            return _SHARED
         if needs_closure(self._optimizers[0]):
             return f"{type(self._optimizers[0]).__name__}.step needs a closure"
         reason = self.backward_reader or self._why_default_dtype() or watcher_of(self._optimizers[0])
@@ -146,6 +149,7 @@ class UpdatePolicy:
         if reason is None and self.trains_others():
             # No forward would wait for them.
             reason = "the optimizer has parameters that the module does not have"
+        reason = reason or (_SHARED if self.engine.shares_weights else None)
         reason = reason or self.step_reader or self._why_default_dtype() or watcher_of(self._optimizers[0])
         return reason or self._why_out_of_sight() or self.lookout.why_at_once()
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_harmony.engine.glue.glue import ANSWERED, one_element
+from lightning_harmony.engine.glue.glue import ANSWERED
 from lightning_harmony.engine.glue.runtime import Runtime
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.structures.operations import changes_first
+from lightning_harmony.engine.structures.strides import one_element
 
 
 class BufferStandIn(Tensor):

@@ -29,23 +29,14 @@ from lightning_harmony.engine.glue.runtime import Runtime
 from lightning_harmony.engine.glue.uses import Token, Use
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.host_store import lies_in
-from lightning_harmony.engine.model.layer import (
-    SwappedLayer,
-    dtype_on_device,
-    layer_of_caller,
-)
+from lightning_harmony.engine.model.layer import SwappedLayer, dtype_on_device, layer_of_caller
 from lightning_harmony.engine.model.parameter_places import Place, is_replaced
 from lightning_harmony.engine.structures.operations import Versioned, changes_first, state_for
 from lightning_harmony.engine.structures.parts import cloned, is_composed, parts_of
-from lightning_harmony.engine.structures.strides import copied
+from lightning_harmony.engine.structures.strides import copied, one_element
 from lightning_harmony.engine.structures.tree import unwrapped
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
-
-
-def one_element(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of a shape that holds one element, NaN: so results of code that gets past its stand-in are seen to be wrong."""
-    return torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(shape)
 
 
 class StandIn(Tensor):
@@ -56,7 +47,6 @@ class StandIn(Tensor):
 
     # Apart from what user code has set on the parameter, which is set on the stand-in, too.
     __slots__ = ("_is_detached", "_parameter", "_runtime")
-    _is_param = True
     _parameter: nn.Parameter
     _runtime: Runtime
     _is_detached: bool
@@ -123,6 +113,11 @@ class StandIn(Tensor):
         if not self._is_detached:
             self._runtime.note_attribute(self._parameter)
         super().__delattr__(name)
+
+    @property
+    def _is_param(self) -> bool:  # type: ignore[override]
+        """Whether it counts as a parameter, as torch asks: what is detached from one is none."""
+        return not self._is_detached
 
     @property
     def stands_for(self) -> Tensor:
@@ -211,11 +206,13 @@ def _changed(stand_ins: Sequence[StandIn], func: Any, args: Any, kwargs: Any) ->
             if stand_in.parameter not in there:
                 there[stand_in.parameter] = stack.enter_context(context)
         if func == _SET_DATA:
-            value = args[1].use() if isinstance(args[1], StandIn) else args[1]
-            there[args[0].parameter].copy_(value)
+            parameter, value = args[0].parameter, args[1].use() if isinstance(args[1], StandIn) else args[1]
+            now = there[parameter].copy_(value)
+            # It would share its memory.
             if (views := args[0]._runtime.views()) is not None:
-                # It would share its memory.
-                views.note(value, args[0].parameter, partial(changed_in_step, args[0]))
+                views.note(value, parameter, partial(changed_in_step, args[0]))
+            if not is_composed(value):
+                args[0]._runtime.glue_layer(parameter).copies.note(value, now, parameter, now)
             return None
         before = [_layout_of(tensor) for tensor in there.values()]
         func(tree_map_only(StandIn, lambda each: there[each.parameter], args[0]), *args[1:], **kwargs)
@@ -267,6 +264,8 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
         if of is None:
             return tensor
         view = cloned(tensor)
+        if not is_composed(held):
+            of._runtime.glue_layer(of.parameter).copies.note(view, held, of.parameter, real[id(of)])
         if views is not None:
             views.note(view, of.parameter, partial(changed_in_step, of))
         return view
@@ -296,6 +295,8 @@ def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
         # An object that the layer is called with may hold what its modules have.
         if (tensor := caller.bound_weight(parameter)) is None:
             raise not_its_own(caller, layer)
+        if tensor.requires_grad and not stand_in.requires_grad:
+            tensor = tensor.detach()
         return tensor.clone() if copy else tensor
     if parameter in layer.held:
         return runtime.read_buffer(*layer.held[parameter])

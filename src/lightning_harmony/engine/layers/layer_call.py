@@ -238,7 +238,7 @@ class LayerCall:
 
     def _owned(self, result: Any) -> Any:
         """What the call returns and leaves on modules, without what lies in the weights' memory."""
-        owned = OwnedResults(self.residency)
+        owned = OwnedResults(self.residency, self.layer.copies)
         for attributes, names in self._recompute.changes.objects:
             self.runtime.note_set(attributes, names)
         left = self.layer.attributes.after_call(self._recompute.attributes)

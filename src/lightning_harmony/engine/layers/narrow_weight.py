@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_harmony.engine.glue.glue import ANSWERED, one_element
+from lightning_harmony.engine.glue.glue import ANSWERED
 from lightning_harmony.engine.layers.handed_on import handing_on
 from lightning_harmony.engine.layers.narrow import autocast_dtype
 from lightning_harmony.engine.model.shown_wide import ShownWide, take_mode
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.operations import NO_DISPATCH, detached
+from lightning_harmony.engine.structures.strides import one_element
 
 _NO_FUNCTION = torch._C._disabled_torch_function_impl
 

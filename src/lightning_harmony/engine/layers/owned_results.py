@@ -13,6 +13,7 @@ from lightning_harmony.engine.memory.tensor_class import TensorClass
 from lightning_harmony.engine.model.attributes import Attributes
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.model.weight_copies import WeightCopies
 from lightning_harmony.engine.structures.parts import cloned, is_composed
 from lightning_harmony.engine.structures.tree import flatten
 
@@ -22,10 +23,12 @@ class OwnedResults:
 
     Args:
         residency: the layer's weights.
+        copies: told of those that are copies of weights.
     """
 
-    def __init__(self, residency: Residency) -> None:
+    def __init__(self, residency: Residency, copies: WeightCopies) -> None:
         self._residency = residency
+        self._copies = copies
 
     def value(self, value: Any) -> Any:
         """What the call returns."""
@@ -54,7 +57,12 @@ class OwnedResults:
             return tensor
         # Not in the lane's own work: what takes the weights' place waits for what the last lane did, and for what computed.
         with self._residency.device.computing():
-            return cloned(tensor) if is_composed(tensor) else Tensor.clone(tensor)
+            if is_composed(tensor):
+                return cloned(tensor)
+            copy = Tensor.clone(tensor)
+        if (parameter := self._residency.parameter_at(tensor)) is not None:
+            self._copies.note(copy, tensor, parameter, self._residency.leaves[parameter])
+        return copy
 
     def _object(self, value: Any) -> Any:
         return with_tensors(value, self._tensor)

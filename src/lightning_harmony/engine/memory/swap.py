@@ -14,7 +14,7 @@ from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.file_reads import FileReads
 from lightning_harmony.engine.memory.tensor_class import parameter_like, share_attributes
 from lightning_harmony.engine.model.host_pool import HostPool
-from lightning_harmony.engine.model.host_store import HostStore, Slot, lay_out, views_in
+from lightning_harmony.engine.model.host_store import HostStore, Slot, begins_in, lay_out, views_in
 from lightning_harmony.engine.model.layer import BufferKey, buffer_of, set_host_buffer
 from lightning_harmony.engine.model.pack import (
     LeavingBuffers,
@@ -24,11 +24,20 @@ from lightning_harmony.engine.model.pack import (
     SwappedPack,
 )
 from lightning_harmony.engine.model.resident_weight import make_resident
-from lightning_harmony.engine.structures.memory_users import ALONE, num_users
-from lightning_harmony.engine.structures.parts import are_alike, data_of, made_of, num_bytes_of, parts_of
+from lightning_harmony.engine.structures.memory_users import ALONE, num_users, plain_tensors_in
+from lightning_harmony.engine.structures.operations import Unseen
+from lightning_harmony.engine.structures.parts import (
+    are_alike,
+    data_of,
+    is_composed,
+    made_of,
+    num_bytes_of,
+    parts_of,
+)
 from lightning_harmony.engine.structures.strides import is_expanded
 from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.engine.updates.postponed import PostponedUpdate
+from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Errand
 
 
@@ -165,8 +174,10 @@ class Swapper:
         self._start_write_back(pack, residency, uses)
         uses += [residency.ready, *residency.beside]
         residency.leaves, residency.leaves_by_layer, residency.shown = {}, {}, {}
-        # An autograd function may keep weights beside what autograd saves, as that of a quantized product does.
         if not residency.is_handed_over:
+            if num_users(residency.weights) > ALONE and self._copy_kept(pack, residency):
+                uses.append(self._device.record())
+            # An autograd function may keep weights beside what autograd saves, as that of a quantized product does.
             self._device.free(residency.weights, uses, is_kept=num_users(residency.weights) > ALONE)
         if residency.masters is not None and residency.masters.buffer is not residency.weights:
             self._device.free(residency.masters.buffer, [residency.ready])
@@ -175,6 +186,32 @@ class Swapper:
             self._device.free(staging.on_device, uses if leaving is None else [*uses, leaving.event])
             if leaving is None:
                 self._pool.give(staging.memory, residency.ready)
+
+    def _copy_kept(self, pack: SwappedPack, residency: Residency) -> bool:
+        """Let what code keeps in the memory of trained weights have memory of its own; whether it keeps anything."""
+        weights, places = residency.weights, {p: s for p, s in pack.layout.slots.items() if p.requires_grad}
+        leaves = {p: view for p, view in views_in(weights, places).items() if not is_composed(view)}
+        weights_themselves = {id(weights), *map(id, leaves.values())}
+        found = [
+            (tensor, parameter)
+            for tensor in plain_tensors_in({weights.untyped_storage()._cdata})
+            if id(tensor) not in weights_themselves and not tensor.requires_grad
+            for parameter, leaf in leaves.items()
+            if begins_in(tensor, leaf)
+        ]
+        if found and not weights.untyped_storage().resizable():
+            # An array would go on in memory that is freed. torch lets no storage be resized that has been one.
+            raise UnsupportedModelError(
+                f"code of {pack.name!r} keeps an array in the memory of a weight, which would not change with it when layers "
+                "are swapped: keep a copy, as of weight.detach().clone().numpy()"
+            )
+        for tensor, parameter in found:
+            layer = next(layer for layer in pack.layers if any(each is parameter for each in layer.parameters))
+            with torch.inference_mode(tensor.is_inference()), Unseen(), self._device.computing():
+                original = tensor.detach()
+                tensor.data = tensor.clone()
+                layer.copies.note(tensor, original, parameter, leaves[parameter], counts=False)
+        return bool(found)
 
     def _start_write_back(self, pack: SwappedPack, residency: Residency, after: Sequence[Event]) -> None:
         """Start to copy the buffers that layers changed to the host."""

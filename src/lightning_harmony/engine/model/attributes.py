@@ -149,7 +149,7 @@ class Attributes:
             return
         kind: Any = type(value)
         if issubclass(kind, Tensor):
-            if not isinstance(value, nn.Parameter):
+            if not is_parameter(value):
                 self._tensors[id(value)] = _Kept(name, value)
         elif is_fixed(kind):
             for inner in value:

@@ -48,7 +48,8 @@ class View:
         parameter: in whose memory it lies.
         size: of the view.
         stride: of the view.
-        offset: of its first element, from that of the parameter.
+        offset: of its first byte, from that of the parameter.
+        dtype: of the view, which may be another than the parameter's.
     """
 
     tensor: weakref.ref[Tensor]
@@ -56,17 +57,23 @@ class View:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, tensor: Tensor, parameter: Tensor, base: Tensor) -> View:
         """A view of a parameter or companion, which is `base` now."""
-        offset = int(tensor.storage_offset() - base.storage_offset())
-        return cls(weakref.ref(tensor), parameter, tensor.size(), tensor.stride(), offset)
+        offset = int(tensor.storage_offset() * tensor.element_size() - base.storage_offset() * base.element_size())
+        return cls(weakref.ref(tensor), parameter, tensor.size(), tensor.stride(), offset, tensor.dtype)
 
     def within(self, base: Tensor) -> Tensor:
         """The same view of the parameter, where that is `base`."""
-        plain = viewed(base, Tensor.detach)
-        return viewed(plain, Tensor.as_strided, self.size, self.stride, base.storage_offset() + self.offset)
+        return viewed(base, self._within)
+
+    def _within(self, base: Tensor) -> Tensor:
+        base = Tensor.detach(base)
+        if base.dtype is not self.dtype:
+            base = base.as_strided((base.numel(),), (1,)).view(self.dtype)
+        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset // self.dtype.itemsize)
 
 
 class Companions:
@@ -109,7 +116,7 @@ class Companions:
         for place in places:
             for _, tensor in place.tensors():
                 parameter = bases.get(tensor.untyped_storage()._cdata)
-                if parameter is None or tensor.dtype != parameter.dtype:
+                if parameter is None:
                     continue
                 owners.setdefault(place.owner, parameter)
                 if id(tensor) not in seen:
@@ -435,6 +442,7 @@ def _update(attributes: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 def _lies_in(tensor: Tensor, leaf: Tensor) -> bool:
     """Whether a tensor begins in a leaf, beside which others lie in the same memory."""
-    if tensor.dtype != leaf.dtype or tensor.untyped_storage()._cdata != leaf.untyped_storage()._cdata:
+    if tensor.untyped_storage()._cdata != leaf.untyped_storage()._cdata:
         return False
-    return 0 <= tensor.storage_offset() - leaf.storage_offset() < leaf.numel()
+    offset = tensor.storage_offset() * tensor.element_size() - leaf.storage_offset() * leaf.element_size()
+    return bool(0 <= offset < leaf.nbytes)

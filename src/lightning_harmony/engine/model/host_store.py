@@ -16,7 +16,7 @@ from lightning_harmony.engine.devices.cores import run_anywhere
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.touched_memory import SharedMemory
 from lightning_harmony.engine.model.companions import Companions, beside_parameters
-from lightning_harmony.engine.structures.memory_users import ALONE, num_users
+from lightning_harmony.engine.structures.memory_users import ALONE, num_users, plain_tensors_in
 from lightning_harmony.engine.structures.operations import viewed
 from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of
 from lightning_harmony.engine.structures.strides import is_dense
@@ -198,6 +198,10 @@ class HostStore:
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.in_files = frozenset(in_files)
         self.elsewhere: set[nn.Parameter] = set(in_files)
+        if device.torch_device.type == "cpu":
+            own = {tensor for each in companions for tensor in each.tensors()}.union(parameters)
+            with_views = {parameter for each in companions for parameter in each.with_views}
+            self.elsewhere |= _shared([p for p in parameters if p not in self.in_files | with_views], own)
         parameters, others = [p for p in parameters if p not in self.in_files], list(in_files)
         slots, self.num_bytes = lay_out(parameters, beside=self.beside)
         # As if they lay behind the arena.
@@ -211,6 +215,8 @@ class HostStore:
         with ThreadPoolExecutor(1, initializer=run_anywhere) as pool:
             freed: Future[None] | None = None
             for parameter, slot in zip(parameters, slots, strict=True):
+                if parameter in self.elsewhere:
+                    continue
                 parts = list(zip(self._all(parameter), slot.all, strict=True))
                 before = [part.data for part, _ in parts]
                 for part, place in parts:
@@ -270,11 +276,17 @@ class HostStore:
                 self.elsewhere.add(parameter)
         return misfits
 
+    def shares_memory(self) -> bool:
+        """Whether others have the memory of parameters, too, where no update has begun."""
+        tensors = (each for each in self._slots if each.layout is torch.strided and not is_composed(each))
+        return any(num_users(each) > ALONE for each in tensors if each not in self.in_files)
+
     def _brings_home(self, part: Tensor, slot: Slot) -> bool:
         """Whether a tensor lies in its slot, into which it is brought if nobody keeps it elsewhere."""
         if self._is_at_home(part, slot):
             return True
-        is_free = self._storages[slot.offset]() is None and num_users(part) <= ALONE
+        was_here = self._storages.get(slot.offset)
+        is_free = (was_here is None or was_here() is None) and num_users(part) <= ALONE
         if is_free:
             self._adopt(part, slot)
         return is_free
@@ -301,6 +313,22 @@ class HostStore:
     def close(self) -> None:
         """Unregister the arena. Parameters stay views of it, ordinary host tensors."""
         self._unregister()
+
+
+def _shared(parameters: Iterable[nn.Parameter], own: Collection[Tensor]) -> set[nn.Parameter]:
+    """Those in whose memory code has tensors that are not `own`, which change with them.
+
+    Where devices are of another kind than the host, plain Lightning has moved parameters away from such tensors.
+    """
+    shared: dict[int, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        has_memory = parameter.layout is torch.strided and not (is_composed(parameter) or parameter.is_meta)
+        if has_memory and parameter.numel() and num_users(parameter) > ALONE:
+            shared.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
+    tensors = plain_tensors_in(shared) if shared else []
+    others = [tensor for tensor in tensors if tensor not in own]
+    found = ((tensor, p) for tensor in others for p in shared[tensor.untyped_storage()._cdata])
+    return {parameter for tensor, parameter in found if begins_in(tensor, parameter) or begins_in(parameter, tensor)}
 
 
 def _kind_of(tensor: Tensor | Slot) -> tuple[torch.dtype, torch.Size]:

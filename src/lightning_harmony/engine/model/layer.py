@@ -16,6 +16,7 @@ from lightning_harmony.engine.model.attributes import AttributesOfLayer
 from lightning_harmony.engine.model.companions import Companions
 from lightning_harmony.engine.model.derived import derived_weights
 from lightning_harmony.engine.model.parameter_places import Place, containers_of, places_of
+from lightning_harmony.engine.model.weight_copies import WeightCopies
 from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
 from lightning_harmony.errors import UnsupportedModelError
@@ -100,6 +101,7 @@ class SwappedLayer:
         compute_dtype: the type in which its floating parameters and inputs are on the device; None for their own.
         attributes: what its code keeps on its modules beside.
         companions: the tensors that its code keeps of frozen parameters.
+        copies: what its code has left of trained ones.
         buffer_writes: how often each of the host's buffers was written by what layers changed on a device: one counter for all
             layers, which may share modules.
         is_training: whether a training step runs, in which nobody else may change its buffers.
@@ -159,6 +161,7 @@ class SwappedLayer:
         self.num_changes = 0
         self.compute_dtype = compute_dtype
         self.companions = Companions((), ()) if module is None else Companions(module.modules(), self.parameters, name)
+        self.copies = WeightCopies(name)
         with_companions = self.companions.parameters
         alone = [parameter for parameter in self.parameters if parameter not in with_companions]
         types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in alone}

@@ -94,6 +94,7 @@ class Executor:
         self._cuda_devices = [d.torch_device.index for d in self.devices if isinstance(d.torch_device.index, int)]
         self.has_succeeded, self._is_short, self._num_expected = False, False, 0
         self._evaluated_elements = -1
+        self._shares_weights: bool | None = None
         self.step_plan = self.plan
 
     @property
@@ -156,6 +157,19 @@ class Executor:
         self._model.catch_up()
         self.planner.catch_up()
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether code has tensors in the memory of parameters, and may look at them at any time."""
+        return bool(self._shares_weights or self.store.elsewhere - self.store.in_files)
+
+    def end_update(self) -> None:
+        """An optimizer has stepped: what layers have left of their weights follows these."""
+        if self._model.keeps_copies():
+            self.updater.postponed.finish()
+            for device in self.devices:
+                device.record().synchronize()
+            self._model.bring_copies_up()
+
     @contextmanager
     def outside_of_lanes(self) -> Iterator[None]:
         """The context of a step that runs as it is: its own code finds parameters on the host, and runs backwards."""
@@ -171,6 +185,9 @@ class Executor:
 
     def begin_step(self) -> None:
         """A training step begins: what is counted and noted from now on is its own."""
+        if self._shares_weights is None:
+            # Updates have such tensors of their own later on.
+            self._shares_weights = self.store.shares_memory()
         self.traffic.reset()
         self.step_plan = self.plan
         self.recorder.begin(self.plan, self._placement.packs)

@@ -109,9 +109,10 @@ class SwappedModel:
         """Before a step, see to what was done to parameters since the last one.
 
         Raises:
-            UnsupportedModelError: if one has another type or shape.
+            UnsupportedModelError: if one has another type or shape, or something that is kept of one has.
         """
         self.follow(self.names)
+        self.bring_copies_up()
         for parameter, name in self.names.items():
             if parameter._post_accumulate_grad_hooks:
                 raise UnsupportedModelError(
@@ -131,6 +132,15 @@ class SwappedModel:
                 f"parameter {self.names[misfits[0]]!r} was given another type or shape during the fit, or other data than an "
                 "object has of it, but layers are swapped as they were at its start; do that before the fit"
             )
+
+    def keeps_copies(self) -> bool:
+        """Whether somebody keeps what layers have left of their weights."""
+        return any(layer.copies for layer in self.layers)
+
+    def bring_copies_up(self) -> None:
+        """What layers have left of their weights becomes what these are now."""
+        for layer in self.layers:
+            layer.copies.follow()
 
     def begin_step(self, *, is_training: bool, runtime: Runtime) -> None:
         """Lanes run from now on: nobody but the layers may change their buffers in a training step.

@@ -120,3 +120,8 @@ def _same_places(compact: Tensor, stride: tuple[int, ...]) -> bool:
     """Whether elements lie where ``stride`` puts them."""
     steps = zip(compact.size(), compact.stride(), stride, strict=True)
     return all(extent == 1 or own == wanted for extent, own, wanted in steps)
+
+
+def one_element(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of a shape that holds one element, NaN: so results of code that gets past its stand-in are seen to be wrong."""
+    return torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(shape)

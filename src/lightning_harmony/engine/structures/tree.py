@@ -78,12 +78,14 @@ def has_other_nodes(value: Any) -> bool:
 
 
 def is_parameter(value: Any) -> bool:
-    """Whether a value is a parameter.
+    """Whether a value is a parameter, or stands for one, also without gradients.
 
     Its type comes first: other classes may answer `isinstance` themselves, and `nn.Parameter` takes its time to answer.
     """
     kind = type(value)
-    return kind is not Tensor and issubclass(kind, Tensor) and isinstance(value, nn.Parameter)
+    if kind is Tensor or not issubclass(kind, Tensor):
+        return False
+    return hasattr(kind, "stands_for") or isinstance(value, nn.Parameter)
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
