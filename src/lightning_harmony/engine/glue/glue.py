@@ -271,7 +271,6 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
         return view
 
     views = stand_ins[0]._runtime.views()
-
     return tree_map_only(Tensor, owned, result)
 
 
