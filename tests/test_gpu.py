@@ -448,6 +448,22 @@ def test_what_cublas_keeps_for_the_lanes_is_taken_before_the_first_plan(monkeypa
     assert min(num_bytes for _, num_bytes in taken) > 0
 
 
+def test_torchs_allocator_makes_way_for_what_cublas_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had all of a small card, most of it unused, and the fit ended."""
+    given_back: list[None] = []
+    multiply = Tensor.mm
+
+    def fail_once(one: Tensor, other: Tensor) -> Tensor:
+        if not given_back:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return multiply(one, other)
+
+    monkeypatch.setattr(Tensor, "mm", fail_once)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(None))
+    CudaDevice(torch.device("cuda", 0), None).prepare_thread()
+    assert given_back == [None]
+
+
 @pytest.mark.parametrize("gpu", [0, pytest.param(1, marks=needs_two)])
 def test_who_works_on_a_stream_has_the_streams_that_were_current_afterwards(gpu: int) -> None:
     own = torch.cuda.Stream(0)

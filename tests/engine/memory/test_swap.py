@@ -206,3 +206,30 @@ def test_weights_that_somebody_keeps_are_not_taken_over(norm: Norm, monkeypatch:
     norm.swapper.evict(norm.pack)
     assert kept[0]
     del view
+
+
+class Scaled(nn.Module):
+    """A frozen weight, beside which something lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8), requires_grad=False)
+        self.weight.scale = torch.ones(8)  # type: ignore[attr-defined]
+
+
+def test_what_lies_beside_frozen_weights_does_not_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device found it in use when their pack had left."""
+    device, module, overlap, kept = VirtualDevice(None), Scaled(), Overlap(), list[bool]()
+    monkeypatch.setattr(VirtualDevice, "free", lambda self, buffer, uses, is_kept=False: kept.append(is_kept))
+    layer = SwappedLayer(0, "scaled", module, [module.weight])
+    assert layer.companions.apart
+    store = HostStore(layer.parameters, device, companions=[layer.companions])
+    swapper = Swapper(
+        device, store, HostPool(device.host_buffer), Traffic(), PostponedUpdate(queues_of([device], overlap), overlap)
+    )
+    pack = SwappedPack(0, [layer], store)
+    swapper.swap_in(pack)
+    residency = pack.residency
+    assert residency is not None
+    swapper.evict(pack)
+    assert kept == [False]

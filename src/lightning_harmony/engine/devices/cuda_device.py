@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_harmony.engine.devices.cuda_memory import CudaBudget, bound_reserved_memory, use_expandable_segments
 from lightning_harmony.engine.devices.device import Device, flat_buffer
+from lightning_harmony.engine.devices.hidden_shortages import hidden_shortage
 from lightning_harmony.engine.devices.recording import CudaRecorder, Recording, Work
 from lightning_harmony.engine.devices.stream import (
     CudaEvent,
@@ -99,7 +100,14 @@ class CudaDevice(Device):
         """Let cuBLAS make the thread's handle, for which it takes 64 MiB of an H200 and torch 32 MiB of work space."""
         with torch.cuda.device(self.torch_device):
             number = torch.zeros(1, 1, device=self.torch_device)
-            number.mm(number)
+            try:
+                number.mm(number)
+            except RuntimeError as error:
+                if hidden_shortage(error) is None:
+                    raise
+                # torch's allocator keeps what it does not use.
+                torch.cuda.empty_cache()
+                number.mm(number)
 
     def note_shortage(self) -> bool:
         """Plans get a sixteenth less of what the driver has left now, twice at most."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -67,6 +68,8 @@ class Swapper:
         self._pool = pool
         self._traffic = traffic
         self._update = update
+        # Of packs whose memory others had than Python code: how many.
+        self._others = WeakKeyDictionary[SwappedPack, int]()
         self._file_reads = FileReads(device, DiskHome() if disk is None else disk)
 
     def swap_in(self, pack: SwappedPack, *, keeps_masters: bool = False) -> None:
@@ -173,10 +176,14 @@ class Swapper:
         uses = [self._device.record()] if residency.last_use is None else [residency.last_use]
         self._start_write_back(pack, residency, uses)
         uses += [residency.ready, *residency.beside]
-        residency.leaves, residency.leaves_by_layer, residency.shown = {}, {}, {}
+        residency.leaves, residency.leaves_by_layer, residency.shown, residency.companions = {}, {}, {}, {}
         if not residency.is_handed_over:
-            if num_users(residency.weights) > ALONE and self._copy_kept(pack, residency):
-                uses.append(self._device.record())
+            users = num_users(residency.weights)
+            if users > ALONE and users != self._others.get(pack):
+                self._others[pack] = users
+                if self._copy_kept(pack, residency):
+                    uses.append(self._device.record())
+                    del self._others[pack]
             # An autograd function may keep weights beside what autograd saves, as that of a quantized product does.
             self._device.free(residency.weights, uses, is_kept=num_users(residency.weights) > ALONE)
         if residency.masters is not None and residency.masters.buffer is not residency.weights:

@@ -219,7 +219,8 @@ class Residency:
         """The parameters as they are on the host, for an update that lets them go; None if they are not there, or kept."""
         masters, self.masters = self.masters, None
         if masters is not None and masters.buffer is self.weights:
-            self.is_handed_over = num_users(self.weights) <= ALONE + len(self.leaves)
+            own = len(self.leaves) + len(self.companions)
+            self.is_handed_over = num_users(self.weights) <= ALONE + own
             return masters if self.is_handed_over else None
         return masters
 
