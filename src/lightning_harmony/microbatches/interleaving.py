@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.recording import RecordingChangedError
+from lightning_harmony.engine.layers.runtime import Listeners
 from lightning_harmony.engine.step.executor import Executor
-from lightning_harmony.engine.step.step import Listeners
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
 from lightning_harmony.held.held_state import Held, Kind, is_plain
 from lightning_harmony.held.places import Places

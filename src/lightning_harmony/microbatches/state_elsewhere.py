@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
-from lightning_harmony.engine.layers.runtime import FoundAtCall, ObjectsOfCall
+from lightning_harmony.engine.layers.runtime import FoundAtCall, ObjectsOfCall, OnCall
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.stash import Stashed, is_small
 from lightning_harmony.engine.model.derived import OutOfReach
-from lightning_harmony.engine.step.step import OnCall
 from lightning_harmony.engine.structures.containers import entries_of, num_kept, others_for, with_others
 from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.strides import copied

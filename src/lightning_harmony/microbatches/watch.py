@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
-from lightning_harmony.engine.layers.runtime import FoundAtCall, ObjectsOfCall
-from lightning_harmony.engine.step.step import OnCall
+from lightning_harmony.engine.layers.runtime import FoundAtCall, ObjectsOfCall, OnCall
 from lightning_harmony.engine.structures.containers import MISSING, changed_names, have_same_content
 from lightning_harmony.engine.structures.operations import Versions
 from lightning_harmony.held.held_state import (

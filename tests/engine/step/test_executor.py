@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.layers.runtime import Listeners
 from lightning_harmony.engine.model.decompose import find_layers
 from lightning_harmony.engine.step.assembly import assemble
 from lightning_harmony.engine.step.executor import Executor
-from lightning_harmony.engine.step.step import Listeners
 from lightning_harmony.engine.step.turns import Microbatch
 from lightning_harmony.engine.updates.update import StepUpdate
 

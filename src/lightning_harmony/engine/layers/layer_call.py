@@ -99,7 +99,7 @@ class LayerCall:
         runtime, layer = self.runtime, self.layer
         refuse_hooks_of_others(f"layer {layer.name!r}")
         self._arguments = arguments = CallArguments(args, kwargs, layer.compute_dtype)
-        runtime.note_given(arguments.tensors)
+        runtime.listeners.on_given(arguments.tensors)
         with runtime.calling(), runtime.visit(layer, Phase.FORWARD) as residency:
             self.residency = residency
             try:
@@ -240,12 +240,12 @@ class LayerCall:
         """What the call returns and leaves on modules, without what lies in the weights' memory."""
         owned = OwnedResults(self.residency, self.layer.copies)
         for attributes, names in self._recompute.changes.objects:
-            self.runtime.note_set(attributes, names)
+            self.runtime.listeners.on_set(attributes, names)
         left = self.layer.attributes.after_call(self._recompute.attributes)
         if left is not None:
             if left is not self._recompute.attributes:
                 for attributes, names in left.changes_since(self._recompute.attributes):
-                    self.runtime.note_set(attributes, names)
+                    self.runtime.listeners.on_set(attributes, names)
             owned.attributes(left)
         returned, result = result, owned.value(result)
         if self._with_graph:

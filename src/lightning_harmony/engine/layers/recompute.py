@@ -85,7 +85,7 @@ class Recompute:
             again = [leaf for leaf in self._objects if not isinstance(leaf, StashedObject | NoneType)]
             given = self._arguments.given if with_graph else ()
             objects = ObjectsOfCall(given, again, self.attributes.objects, self._runtime.stash)
-            found = self._runtime.note_call(objects)
+            found = self._runtime.listeners.on_call(objects)
             self._random, self._ambient = RandomState.capture(residency.cuda_index), AmbientState()
         self._restore, self._elsewhere = found
         self._unchanged = _Unchanged(self._arguments.tensors)

@@ -233,7 +233,7 @@ class RecordedLayer:
             before: the generators' state, as the call found it.
             made: the tensors that it returns.
         """
-        index, changes = residency.cuda_index, self._runtime.changes_elsewhere()
+        index, changes = residency.cuda_index, self._runtime.listeners.elsewhere()
         try:
             with before.entered(index):
                 leaves, graph, uses = self._run_forward(residency, self._fresh(tensors))

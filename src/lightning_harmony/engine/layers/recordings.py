@@ -150,7 +150,7 @@ class Recordings:
         if (layer, residency.device) in self._seen or layer in self.refused:
             return None
         random, attributes = RandomState.capture(residency.cuda_index), layer.attributes.read()
-        return Before(random, attributes, runtime.changes_elsewhere())
+        return Before(random, attributes, runtime.listeners.elsewhere())
 
     def end_call(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -49,6 +50,48 @@ class FoundAtCall(NamedTuple):
     again: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
+class StepWatch(Protocol):
+    """Watches microbatches that run one after the other."""
+
+    def begin(self, microbatch: int) -> None:
+        """A microbatch begins."""
+
+    def at_call(self, layer: str) -> None:
+        """It calls a layer."""
+
+    def end(self) -> None:
+        """It has ended."""
+
+
+# Asked before code runs, it gives what tells afterwards the name of something elsewhere that has changed; None if nothing has.
+Elsewhere = Callable[[], Callable[[], str | None]]
+OnCall = Callable[[ObjectsOfCall], FoundAtCall]
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Who is told of steps.
+
+    Attributes:
+        on_switch: told which microbatch has its turn.
+        on_set: told what attributes the own code of a layer has set: those of a module, and the names of the new ones.
+        watch: told of microbatches that run one after the other, if there are several.
+        on_given: told the tensors with which a layer is called, before it waits for its turn.
+        on_call: called before a layer's own code runs that will run again.
+        elsewhere: tells what changes while a layer's code runs that may be recorded.
+    """
+
+    on_switch: Callable[[int], None] = lambda microbatch: None
+    on_set: Callable[[dict[str, Any], set[str]], None] = lambda attributes, names: None
+    watch: StepWatch | None = None
+    on_given: Callable[[Sequence[Tensor]], None] = lambda given: None
+    on_call: OnCall = lambda objects: FoundAtCall()
+    elsewhere: Elsewhere = lambda: lambda: None
+
+
+_NOBODY = Listeners()
+
+
 class Runtime(OfGlue, Protocol):
     """What an intercepted call asks of the engine, beside what glue asks, too.
 
@@ -62,16 +105,17 @@ class Runtime(OfGlue, Protocol):
     open_call: OpenCall
     surroundings: Surroundings
 
+    @property
+    def listeners(self) -> Listeners:
+        """Who is told of calls."""
+        return _NOBODY
+
     def stash(self, tensor: Tensor) -> Stashed:
         """Keep a tensor for the backward, on the host or as an alias."""
 
     def brought(self, tensor: Tensor, residency: Residency, *, at_once: bool) -> Tensor:
         """A tensor for a layer: one on its device, or one that needs a gradient where it is, with a copy for the layer."""
         return tensor
-
-    def note_given(self, tensors: Sequence[Tensor]) -> None:
-        """A layer is called with tensors, and has not begun to wait for its turn."""
-        return
 
     def note_made(self, result: Any) -> None:
         """A layer's code has returned something."""
@@ -105,10 +149,6 @@ class Runtime(OfGlue, Protocol):
         """
         return {}
 
-    def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
-        """A layer's own code has set some of the attributes of a module."""
-        return
-
     def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
         """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""
 
@@ -121,14 +161,6 @@ class Runtime(OfGlue, Protocol):
     def recomputing(self) -> AbstractContextManager[Sequence[str]]:
         """The context of a layer's own code when it runs again; with the names of what it logs."""
         return nullcontext(())
-
-    def note_call(self, objects: ObjectsOfCall) -> FoundAtCall:
-        """A layer's own code is about to run, which will run again."""
-        return FoundAtCall()
-
-    def changes_elsewhere(self) -> Callable[[], str | None]:
-        """What tells, behind a layer's code, the name of something that is not the layer's and has changed meanwhile."""
-        return lambda: None
 
     def recordings(self) -> Recordings | None:
         """What may be recorded, and run in the place of layers' code; None where neither is."""

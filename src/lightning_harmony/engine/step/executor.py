@@ -19,6 +19,7 @@ from lightning_harmony.engine.glue.one_device import BringsHostOperands
 from lightning_harmony.engine.lanes.rng import RandomStreams
 from lightning_harmony.engine.layers.intercept import InterceptedForward
 from lightning_harmony.engine.layers.recordings import Recordings
+from lightning_harmony.engine.layers.runtime import Listeners
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.engine.memory.placement import Placement
@@ -32,7 +33,7 @@ from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.planning import Planner, SeenStep
 from lightning_harmony.engine.step.runtime import Runtime
 from lightning_harmony.engine.step.shortage import naming_shortages
-from lightning_harmony.engine.step.step import Listeners, Step
+from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.swapped_model import SwappedModel
 from lightning_harmony.engine.step.turns import Microbatch
 from lightning_harmony.engine.updates.update import StepUpdate, Updater

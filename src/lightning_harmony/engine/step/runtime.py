@@ -17,7 +17,7 @@ from lightning_harmony.engine.glue.views import Views
 from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.layers.open_call import OpenCall
 from lightning_harmony.engine.layers.recordings import Recordings
-from lightning_harmony.engine.layers.runtime import FoundAtCall, ObjectsOfCall
+from lightning_harmony.engine.layers.runtime import Listeners
 from lightning_harmony.engine.layers.surroundings import Surroundings
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.stash import Alias, Stashed, is_small
@@ -96,17 +96,10 @@ class Runtime:
             with self.calling():
                 progress.lane.park(request)
 
-    def note_call(self, objects: ObjectsOfCall) -> FoundAtCall:
-        """A layer's own code is about to run, which will run again, with the same objects of some of what it is given."""
-        return self._step.listeners.on_call(objects)
-
-    def changes_elsewhere(self) -> Callable[[], str | None]:
-        """What tells, behind a layer's code, the name of something that is not the layer's and has changed meanwhile."""
-        return self._step.listeners.elsewhere()
-
-    def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
-        """A layer's own code has set some attributes of a module."""
-        self._step.listeners.on_set(attributes, names)
+    @property
+    def listeners(self) -> Listeners:
+        """Who is told of the step."""
+        return self._step.listeners
 
     # ---- devices -------------------------------------------------------------------------------------------------------
 
@@ -128,10 +121,6 @@ class Runtime:
             return transfers.moved(tensor, number)
         transfers.copy(tensor, number)
         return tensor
-
-    def note_given(self, tensors: Sequence[Tensor]) -> None:
-        """A layer is called with tensors: another microbatch may run before its code reads them."""
-        self._step.listeners.on_given(tensors)
 
     def note_made(self, result: Any) -> None:
         """A layer's code has returned something: what is sent to another device waits for that alone."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.lanes.lane import AnyLane, this_thread
 from lightning_harmony.engine.lanes.rng import RandomStreams
-from lightning_harmony.engine.layers.runtime import FoundAtCall, ObjectsOfCall
+from lightning_harmony.engine.layers.runtime import Listeners, StepWatch
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.engine.nodes.averaging import Averaging
@@ -21,45 +20,6 @@ from lightning_harmony.engine.step.turns import LaneProgress, Turns
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Phase
-
-
-class StepWatch(Protocol):
-    """Watches microbatches that run one after the other."""
-
-    def begin(self, microbatch: int) -> None:
-        """A microbatch begins."""
-
-    def at_call(self, layer: str) -> None:
-        """It calls a layer."""
-
-    def end(self) -> None:
-        """It has ended."""
-
-
-# Asked before code runs, it gives what tells afterwards the name of something elsewhere that has changed; None if nothing has.
-Elsewhere = Callable[[], Callable[[], str | None]]
-OnCall = Callable[[ObjectsOfCall], FoundAtCall]
-
-
-@dataclass(frozen=True)
-class Listeners:
-    """Who is told of steps.
-
-    Attributes:
-        on_switch: told which microbatch has its turn.
-        on_set: told what attributes the own code of a layer has set: those of a module, and the names of the new ones.
-        watch: told of microbatches that run one after the other, if there are several.
-        on_given: told the tensors with which a layer is called, before it waits for its turn.
-        on_call: called before a layer's own code runs that will run again.
-        elsewhere: tells what changes while a layer's code runs that may be recorded.
-    """
-
-    on_switch: Callable[[int], None] = lambda microbatch: None
-    on_set: Callable[[dict[str, Any], set[str]], None] = lambda attributes, names: None
-    watch: StepWatch | None = None
-    on_given: Callable[[Sequence[Tensor]], None] = lambda given: None
-    on_call: OnCall = lambda objects: FoundAtCall()
-    elsewhere: Elsewhere = lambda: lambda: None
 
 
 @dataclass
