@@ -28,10 +28,10 @@ from lightning_harmony.fit.evaluation import Evaluation
 from lightning_harmony.fit.garbage import LastingObjects
 from lightning_harmony.fit.signals import HeldSignals
 from lightning_harmony.fit.training import Training
-from lightning_harmony.fit.unchanged import BuffersBefore
 from lightning_harmony.fit.user_steps import num_elements
 from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.logs import unheard
+from lightning_harmony.microbatches.remembered import KeptBatch
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.plan.search.packing import smallest
@@ -91,7 +91,7 @@ class Swapped:
         self._torch_devices, self._division = torch_devices, division
         self.signals = HeldSignals()
         self._lasting = LastingObjects()
-        self._buffers_before: BuffersBefore | None = None
+        self._buffers_before: KeptBatch | None = None
         self._disk = DiskHome(settings.offload_dir)
         self._borrowed = BorrowedModules()
         # Closes the engine, once: where another set-up is refused, there is none when the Trainer ends.
@@ -174,7 +174,7 @@ class Swapped:
         self.signals.hold()
         self._lasting.begin_step()
         is_first = self._module.automatic_optimization and not self.engine.has_succeeded
-        self._buffers_before = BuffersBefore(self._module) if is_first else None
+        self._buffers_before = self._kept_buffers() if is_first else None
         with self.restoring_buffers():
             output = self._run_lending(
                 lambda: self.training.run(step, args, kwargs), (args, kwargs), may_repeat=not self._has_stepped
@@ -230,8 +230,17 @@ class Swapped:
             yield
         except BaseException:
             if self._buffers_before is not None:
+                if torch.cuda.is_initialized():
+                    # Copies to the host may be under way.
+                    torch.cuda.synchronize()
                 self._buffers_before.restore()
             raise
+
+    def _kept_buffers(self) -> KeptBatch:
+        """Copies of all buffers, such as the statistics of batch normalization, on the host."""
+        # Those of TorchScript cannot be replaced.
+        of_owners = [owner._buffers for owner in self._module.modules()]
+        return KeptBatch([each if isinstance(each, dict) else list(each.values()) for each in of_owners], copies=True)
 
     def evaluate(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a validation, test or prediction step."""

@@ -1,4 +1,4 @@
-"""What must stay as it is: parameters until the backward, what microbatches share, and buffers where a step is refused."""
+"""What must stay as it is: parameters until the backward, and what microbatches share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from lightning_harmony.engine.batches.split import shared_by
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.operations import Versions, version_of
-from lightning_harmony.engine.structures.parts import parts_of
-from lightning_harmony.engine.structures.strides import assign, narrowed
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.hooks import between_passes
@@ -86,34 +84,3 @@ class UnchangedBatch:
                 "samples and is the same for all microbatches: change a copy of it, or use "
                 "HarmonyStrategy(num_microbatches=1)"
             )
-
-
-class BuffersBefore:
-    """Copies of all buffers, such as the statistics of batch normalization, on the host.
-
-    Args:
-        module: the model.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        owners = list(module.modules())
-        # Those of TorchScript cannot be replaced.
-        self._buffers = [(owner, dict(owner._buffers)) for owner in owners if isinstance(owner._buffers, dict)]
-        buffers = [buffer for owner in owners for buffer in owner._buffers.values() if buffer is not None]
-        parts = dict.fromkeys(part for buffer in buffers for part in parts_of(buffer))
-        # By what they are of: its size, and its distinct elements.
-        self._copies = {part: (part.size(), narrowed(part.detach()).to("cpu", copy=True)) for part in parts}
-
-    def restore(self) -> None:
-        """Make them what they were."""
-        if torch.cuda.is_initialized():
-            # Copies to the host may be under way.
-            torch.cuda.synchronize()
-        for owner, buffers in self._buffers:
-            owner._buffers.clear()
-            owner._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, (size, copy) in self._copies.items():
-                if buffer.size() != size:
-                    buffer.resize_(size)
-                assign(buffer, copy.expand(size) if copy.size() != size else copy)

@@ -20,8 +20,8 @@ from lightning_harmony.engine.structures.containers import copied_content, have_
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.engine.structures.operations import version_of
-from lightning_harmony.engine.structures.parts import is_composed
-from lightning_harmony.engine.structures.strides import assign
+from lightning_harmony.engine.structures.parts import is_composed, parts_of
+from lightning_harmony.engine.structures.strides import assign, has_strides, narrowed
 from lightning_harmony.held.walk import OF_THREADS
 
 # Larger arrays are data.
@@ -32,6 +32,7 @@ _OWN_PACKAGE = __name__.partition(".")[0]
 # What a module holds its tensors and submodules in: their entries are looked after one by one, or never change in a step.
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _PLAIN = (int, float, str, bool, type(None))
+_HOST = torch.device("cpu")
 
 
 class Remembered:
@@ -109,10 +110,10 @@ class Remembered:
 
 
 class KeptBatch(Remembered):
-    """A batch, or its microbatches, before a step runs that may run again: it may change what it is called with.
+    """A batch, or its microbatches, before a step runs that may run again, or fail: it may change what it is called with.
 
     Args:
-        given: what it is called with.
+        given: what it is called with, or may change besides.
         copies: whether copies are kept of tensors; without, it is only known whether they change.
         watches: whether it is known, too, where they tell nobody that they change, as through `.data` and by NumPy.
     """
@@ -143,23 +144,11 @@ class KeptBatch(Remembered):
         """What makes it what it is now, if there is a copy."""
         is_inference = tensor.is_inference()
         self._versions.append((tensor, version_of(tensor)))
-        # On the host: a device may have no room for it. Those of inference mode do not tell whether they change.
-        before = tensor.detach().to("cpu", copy=True) if self._copies or is_inference else None
-        has_bits = tensor.layout is torch.strided and not (tensor.is_nested or is_inference or is_composed(tensor))
-        if self._watches and has_bits:
+        if self._watches and has_strides(tensor) and not (is_inference or is_composed(tensor)):
             with DisableTorchFunction():
                 self._checksums.append((tensor, checksum(tensor)))
-
-        need_again = undo_of_flag(tensor)
-
-        def undo() -> None:
-            need_again()
-            # Not all that changes tells so.
-            if before is not None:
-                with torch.inference_mode(is_inference), torch.no_grad():
-                    assign(tensor, before.to(tensor.device))
-
-        return undo
+        # On the host: a device may have no room for it. Those of inference mode do not tell whether they change.
+        return undo_of_tensor(tensor, _HOST) if self._copies or is_inference else undo_of_flag(tensor)
 
 
 def _is_countable(value: Any) -> bool:
@@ -172,25 +161,32 @@ def _is_countable(value: Any) -> bool:
     return isinstance(attributes, dict) and not any(isinstance(held, OF_THREADS) for held in attributes.values())
 
 
-def undo_of_tensor(value: Tensor) -> Callable[[], None]:
-    """What makes a tensor, which is no parameter, what it is now. A copy is kept."""
-    before = value.detach().clone()
-    # Inference tensors count no versions, and are written to in inference mode alone.
-    version = None if value.is_inference() else value._version
-    is_strided = value.layout is torch.strided and not value.is_nested
+def undo_of_tensor(value: Tensor, place: torch.device | None = None) -> Callable[[], None]:
+    """What makes a tensor, which is no parameter, what it is now.
+
+    Args:
+        value: the tensor.
+        place: where a copy of it is kept; None for where it is itself.
+    """
+    kept = [(narrowed(part.detach()).to(place or part.device, copy=True), version_of(part)) for part in parts_of(value)]
+    sizes = [part.size() if has_strides(part) else None for part in parts_of(value)]
     need_again = undo_of_flag(value)
 
     def undo() -> None:
         need_again()
-        # The statistics of a normalization change without a new version. Those are in strided tensors.
-        if version is not None and value._version == version and (not is_strided or torch.equal(value, before)):
-            return
-        # To end the mode of inference lets gradients be needed.
-        with torch.inference_mode(version is None), torch.no_grad():
-            if is_strided and value.size() != before.size():
-                value.resize_(before.size())
-            # Not another tensor of its memory: a sparse one gets other memory.
-            assign(value, before)
+        for part, (copy, version), size in zip(parts_of(value), kept, sizes, strict=True):
+            # Inference tensors count no versions, and are written to in inference mode alone.
+            before, is_inference = copy.to(part.device), part.is_inference()
+            # The statistics of a normalization change without a new version.
+            may_be_same = has_strides(part) and not is_inference and version_of(part) == version
+            if may_be_same and torch.equal(narrowed(part), before):
+                continue
+            # To end the mode of inference lets gradients be needed.
+            with torch.inference_mode(is_inference), torch.no_grad():
+                if size is not None and part.size() != size:
+                    part.resize_(size)
+                # Not another tensor of its memory: a sparse one gets other memory.
+                assign(part, before)
 
     return undo
 
