@@ -45,7 +45,7 @@ class StateAside:
         for tensor in owned:
             _move(tensor, torch.device("cpu"))
         # Hooks of an evaluation may step, too.
-        self._hooks = [each.register_step_pre_hook(self._come_back_first) for each in self._trainer.optimizers]
+        self._hooks = [each.register_step_pre_hook(lambda *_: self.come_back()) for each in self._trainer.optimizers]
         return True
 
     def come_back(self) -> None:
@@ -59,9 +59,6 @@ class StateAside:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._places, self.is_aside = [], [], False
-
-    def _come_back_first(self, *args: Any) -> None:
-        self.come_back()
 
 
 def move_optimizer_state(optimizers: Sequence[Optimizer], device: torch.device) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
@@ -21,6 +20,7 @@ from lightning_harmony.engine.glue.glue import ANSWERED
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.parts import storages_of
 from lightning_harmony.engine.structures.spans import Span, Spans, span_of
+from lightning_harmony.engine.structures.tree import unwrapped
 from lightning_harmony.updating.reach import names_in
 
 # What tells nothing that an update changes.
@@ -202,11 +202,8 @@ def _memories_of(tensors: Iterable[Tensor]) -> Iterator[Span | None]:
     """Where the memory of those tensors is that are on the host."""
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors:
-            wrapped = tensor
             # What the transforms of torch.func work on has no memory of its own.
-            while is_functorch_wrapped_tensor(wrapped):
-                wrapped = get_unwrapped(wrapped)
-            for each in storages_of(wrapped):
+            for each in storages_of(unwrapped(tensor)):
                 if each.device.type == "cpu":
                     yield span_of(each)
 

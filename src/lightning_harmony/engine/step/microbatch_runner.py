@@ -213,13 +213,13 @@ class MicrobatchRunner:
         """Differentiate the loss of a microbatch."""
         whole: Tensor | float | None = self._step.predicted
         if whole is None:
-            whole = self._runtime.sent(self._step.upstream, self._runtime.home(loss))
+            whole = self._runtime.sent(self._step.upstream, self._transfers.home(loss))
         progress.differentiating = True
         gradient = gradient_of(loss, whole, progress.microbatch.weight)
         with ExitStack() as stack:
             # Glue's backward begins where its forward ended.
             if progress.glue is not None:
-                stack.enter_context(self._devices[self._runtime.home(loss) or 0].selected())
+                stack.enter_context(self._devices[self._transfers.home(loss) or 0].selected())
                 # Hooks, checkpoints and functions of the user's own run glue in it.
                 stack.enter_context(progress.glue)
             torch.autograd.backward(loss, gradient)

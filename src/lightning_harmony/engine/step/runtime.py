@@ -103,14 +103,10 @@ class Runtime:
 
     # ---- devices -------------------------------------------------------------------------------------------------------
 
-    def home(self, tensor: Tensor) -> int | None:
-        """The number of the device where a tensor is."""
-        return self._transfers.home(tensor)
-
     def brought(self, tensor: Tensor, residency: Residency, *, at_once: bool) -> Tensor:
         """A tensor for a layer: one on its device, or one that needs a gradient where it is, with a copy for the layer."""
         progress = self._step.current()
-        if progress is None and self.home(tensor) is None:
+        if progress is None and self._transfers.home(tensor) is None:
             # Who calls a layer outside of a step may have made its inputs beside the parameters, on the host.
             return tensor.to(residency.device.torch_device)
         if self._has_one_device:
@@ -335,7 +331,7 @@ class Runtime:
     def stash_unchanged(self, tensor: Tensor) -> Stashed:
         """Keep a tensor that nobody may change, such as those that autograd saves."""
         progress = self._step.current()
-        number = self.home(tensor) or 0
+        number = self._transfers.home(tensor) or 0
         if progress is None:
             return self._placement.residents[number].stash.put(tensor) or Alias(tensor)
         if self._preparation.keeps_graphs_in(progress.task):
