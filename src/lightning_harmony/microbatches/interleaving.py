@@ -10,20 +10,23 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.devices.recording import RecordingChangedError
-from lightning_harmony.engine.layers.runtime import Listeners
+from lightning_harmony.engine.layers.runtime import FoundAtCall, Listeners, ObjectsOfCall
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
 from lightning_harmony.held.held_state import Held, Kind, is_plain
 from lightning_harmony.held.places import Places
 from lightning_harmony.held.walk import Other
 from lightning_harmony.microbatches.collectives import num_collectives
+from lightning_harmony.microbatches.fingerprints import Fingerprints
 from lightning_harmony.microbatches.lane_attributes import (
     KnownChanges,
     LaneAttributes,
@@ -35,7 +38,7 @@ from lightning_harmony.microbatches.remembered import KeptBatch
 from lightning_harmony.microbatches.stale_reads import StaleReads
 from lightning_harmony.microbatches.state_elsewhere import StateElsewhere
 from lightning_harmony.microbatches.step_undo import Undo
-from lightning_harmony.microbatches.watch import AloneWatch, Watch
+from lightning_harmony.microbatches.watch import Watch, all_values
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 
@@ -80,7 +83,7 @@ class Interleaving:
         self._model: nn.Module = trainer.lightning_module
         self._known = KnownChanges()
         self._batch = SimpleNamespace(shared=[])
-        self.places = Places(self._model, self._beside_the_model)
+        self.places = Places(self._model, partial(_beside_the_model, trainer, self._batch))
         self._attributes = LaneAttributes(self.places, self._known)
         self._ends = MicrobatchEnds(self.places)
         of_layers = list(engine.modules_of_layers())
@@ -88,8 +91,9 @@ class Interleaving:
             metric for metric in metrics_of(self._model) if all(metric is not each for each in of_layers)
         )
         self._elsewhere = StateElsewhere(self.places, of_layers, engine.objects_with_weights, metrics)
-        self._alone = AloneWatch(self.places, self._buffers_between_layers)
-        self._is_shown = self._changes_batch = False
+        # What layers change when they run again in the first step of one microbatch, of which nothing else tells.
+        self._silent: Fingerprints | None = None
+        self._is_shown = self._changes_batch = self._has_run_alone = False
         self._causes_of_repeats: set[str] = set()
         self.hazard: str | None = None
 
@@ -193,7 +197,15 @@ class Interleaving:
     def listen(self, *, is_step: bool = False) -> None:
         """Layers will be called whose code may run again: in a step of one microbatch, or between steps."""
         on_call = self._elsewhere.begin()
-        self._engine.notify(Listeners(on_call=self._alone.checking(on_call) if is_step else on_call))
+        if is_step and not self._has_run_alone:
+            with DisableTorchFunction():
+                silent = Fingerprints(all_values(self.places.look().places, self._buffers_between_layers))
+            self._silent, own = silent, on_call
+
+            def on_call(objects: ObjectsOfCall) -> FoundAtCall:
+                return silent.checked(own(objects))
+
+        self._engine.notify(Listeners(on_call=on_call))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -210,7 +222,10 @@ class Interleaving:
         self._attributes.finish()
         self._elsewhere.finish()
         self.places.let_go()
-        self._alone.finish()
+        silent, self._silent = self._silent, None
+        if silent is not None:
+            self._has_run_alone = True
+            silent.refuse_changed_again()
 
     def _run_microbatches(
         self, forward: Callable[[bool], None], sizes: Sequence[int], turns: _Turns | None = None
@@ -297,19 +312,6 @@ class Interleaving:
         """Whether the step has exchanged anything with other processes."""
         return num_collectives() != self._num_collectives
 
-    def _beside_the_model(self, names: Collection[str]) -> Iterator[Other]:
-        """What else a step may change: callbacks keep what is theirs, unless the user's code names them."""
-        trainer = self._trainer
-        yield Other("the profiler", trainer.profiler)
-        yield Other("the batch", self._batch)
-        yield Other("the trainer", trainer, leads=False)
-        for name, parameter in self._model.named_parameters():
-            # Of numbers that are set on it, calls see themselves.
-            if not all(map(is_plain, map(type, vars(parameter).values()))):
-                yield Other(name, parameter)
-        if "callbacks" in names:
-            yield from (Other(type(each).__name__, each) for each in trainer.callbacks)
-
     def _buffers_between_layers(self, places: Sequence[Held]) -> Iterator[tuple[Held, list[str]]]:
         """The buffers that no layer has, which the code between layers may change."""
         of_layers = {(id(owner), name) for owner, name in self._engine.buffers_of_layers()}
@@ -365,3 +367,16 @@ class Interleaving:
 def _may_keep(shared: Any) -> bool:
     """Whether a step may keep something in what is in a batch: as in an object of the user's own."""
     return not is_plain(type(shared)) and not isinstance(shared, Tensor)
+
+
+def _beside_the_model(trainer: Any, batch: Any, names: Collection[str]) -> Iterator[Other]:
+    """What else a step may change: callbacks keep what is theirs, unless the user's code names them."""
+    yield Other("the profiler", trainer.profiler)
+    yield Other("the batch", batch)
+    yield Other("the trainer", trainer, leads=False)
+    for name, parameter in trainer.lightning_module.named_parameters():
+        # Of numbers that are set on it, calls see themselves.
+        if not all(map(is_plain, map(type, vars(parameter).values()))):
+            yield Other(name, parameter)
+    if "callbacks" in names:
+        yield from (Other(type(each).__name__, each) for each in trainer.callbacks)

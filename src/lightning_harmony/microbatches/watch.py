@@ -57,43 +57,6 @@ def all_values(
         yield held, ((name, held.content[name]) for name in names)
 
 
-class AloneWatch:
-    """Watches a first step of one microbatch: what layers change when they run again, of which nothing else tells.
-
-    Args:
-        places: all that it may change.
-        buffers: gives the buffers of no layer, as `all_values` asks for them.
-    """
-
-    def __init__(self, places: Places, buffers: Callable[[Sequence[Held]], Iterable[tuple[Held, list[str]]]]) -> None:
-        self._places, self._buffers = places, buffers
-        self._silent: Fingerprints | None = None
-        self._has_watched = False
-
-    def checking(self, on_call: OnCall) -> OnCall:
-        """Look at what the code of layers changes when it runs again, in the first step.
-
-        Args:
-            on_call: gives what makes the context of code that runs again.
-        """
-        if self._has_watched:
-            return on_call
-        with DisableTorchFunction():
-            silent = self._silent = Fingerprints(all_values(self._places.look().places, self._buffers))
-        return lambda objects: silent.checked(on_call(objects))
-
-    def finish(self) -> None:
-        """The step is over.
-
-        Raises:
-            UnsupportedModelError: if layers have changed something.
-        """
-        silent, self._silent = self._silent, None
-        if silent is not None:
-            self._has_watched = True
-            silent.refuse_changed_again()
-
-
 class Watch:
     """Compares what Python and the process hold when a microbatch begins with what they hold when it calls a layer.
 
