@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.fit import sharded
-from lightning_harmony.fit.given import GivenOptimizers
+from lightning_harmony.fit.given import Given
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -51,53 +51,15 @@ def refuse_torn(torn: str | None) -> None:
         )
 
 
-class StreamedCheckpoints(GivenOptimizers):
-    """A strategy whose optimizer state may live on disk. Lightning has the whole of a checkpoint in memory.
+class WholeStates(Given):
+    """A strategy that completes the last step before it gives a state, and gives none of a step that is not complete.
 
     Attributes:
         checkpoint_folder: on a disk, where optimizer state may live of which checkpoints are made: local files of Lightning's
-            own format are written and read by pieces; None if all is in memory.
+            own format, which has the whole of one in memory, go by pieces then; None if all is in memory.
     """
 
     checkpoint_folder: Path | None = None
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write a checkpoint. A file of that name is as it was until the new one is whole."""
-        if storage_options is not None or not self._streams(filepath):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        # The first node alone writes, as it does in Lightning's own.
-        if not self.is_global_zero:
-            return
-        path = Path(filepath)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
-        try:
-            torch.save(checkpoint, partial)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, its tensors mapped: they take no memory before they are copied to where they live."""
-        if not self._streams(checkpoint_path) or not zipfile.is_zipfile(checkpoint_path):
-            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        else:
-            loaded = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
-        return loaded
-
-    def _streams(self, path: str | Path) -> bool:
-        is_lightnings = type(self.checkpoint_io).__name__ == "TorchCheckpointIO"
-        return self.checkpoint_folder is not None and is_lightnings and "://" not in str(path)
-
-
-class WholeStates(StreamedCheckpoints):
-    """A strategy that completes the last step before it gives a state, and gives none of a step that is not complete."""
-
     # What has left the state of a failed step as that of no one step: until another fit.
     _torn: str | None = None
 
@@ -110,7 +72,10 @@ class WholeStates(StreamedCheckpoints):
             # A file cannot take the place of a folder.
             replaces = self.is_global_zero and sharded.is_sharded(filepath)
             with sharded.aside(Path(filepath)) if replaces else nullcontext():
-                super().save_checkpoint(checkpoint, filepath, storage_options)
+                if storage_options is None and self._streams(filepath):
+                    self._save_file(checkpoint, Path(filepath))
+                else:
+                    super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
             raise TypeError(
@@ -136,6 +101,23 @@ class WholeStates(StreamedCheckpoints):
             if is_first:
                 torch.save(checkpoint, folder / sharded.META)
 
+    def _streams(self, path: str | Path) -> bool:
+        is_lightnings = type(self.checkpoint_io).__name__ == "TorchCheckpointIO"
+        return self.checkpoint_folder is not None and is_lightnings and "://" not in str(path)
+
+    def _save_file(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Write a checkpoint of one file. One of that name is as it was until the new one is whole."""
+        # The first node alone writes, as it does in Lightning's own.
+        if not self.is_global_zero:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = sharded.partial_of(path)
+        try:
+            torch.save(checkpoint, partial)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
     @property
     def _is_sharded(self) -> bool:
         """Whether checkpoints are sharded now. While an exception unwinds, no other node comes to write its part."""
@@ -153,7 +135,12 @@ class WholeStates(StreamedCheckpoints):
         refuse_directory(checkpoint_path)
         is_sharded = sharded.is_sharded(checkpoint_path)
         file = Path(checkpoint_path) / sharded.META if is_sharded else checkpoint_path
-        checkpoint: dict[str, Any] = super().load_checkpoint(file, weights_only)
+        checkpoint: dict[str, Any]
+        if self._streams(file) and zipfile.is_zipfile(file):
+            # Its tensors take no memory before they are copied to where they live.
+            checkpoint = torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)
+        else:
+            checkpoint = super().load_checkpoint(file, weights_only)
         if is_sharded:
             assert self.lightning_module is not None
             shards = sharded.Shards(checkpoint_path)

@@ -55,49 +55,6 @@ def refuse_beside_shards(plugin: Any) -> None:
         )
 
 
-class GivenPlugins(Nodes):
-    """A strategy that looks at its accelerator and its plugins when it is given them."""
-
-    @property
-    @override
-    def accelerator(self) -> Accelerator | None:
-        """Lightning's accelerator."""
-        return super().accelerator
-
-    @accelerator.setter
-    @override
-    def accelerator(self, accelerator: Accelerator | None) -> None:
-        refuse_other_accelerators(accelerator)
-        compat.set_as_inherited(GivenPlugins, self, "accelerator", accelerator)
-
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        """Lightning's precision plugin."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    @override
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is not None:
-            refuse_unsupported(plugin)
-        compat.set_as_inherited(GivenPlugins, self, "precision_plugin", plugin)
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        """Lightning's plugin that writes and reads checkpoints."""
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    @override
-    def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
-        refuse_sharded(plugin)
-        if self._settings.state_dict_type == "sharded":
-            refuse_beside_shards(plugin)
-        compat.set_as_inherited(GivenPlugins, self, "checkpoint_io", plugin)
-
-
 # What these ask for optimizers for is no state of theirs, or the strategy is told of it otherwise.
 _TELLS = LIGHTNING | {"torch"}
 
@@ -131,11 +88,53 @@ def _is_asked_by_user() -> bool:
     return frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] not in _TELLS
 
 
-class GivenOptimizers(GivenPlugins):
-    """A strategy that ends what updates are under way before it gives optimizers, or what holds them, to the user's code."""
+class Given(Nodes):
+    """A strategy that looks at its accelerator and its plugins when it is given them.
+
+    It ends what updates are under way before it gives optimizers, or what holds them, to the user's code.
+    """
 
     _swapped: Swapped | None = None
     lr_scheduler_configs: Any = _Told("lr_scheduler_configs")
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        """Lightning's accelerator."""
+        return super().accelerator
+
+    @accelerator.setter
+    @override
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        refuse_other_accelerators(accelerator)
+        compat.set_as_inherited(Given, self, "accelerator", accelerator)
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        """Lightning's precision plugin."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None:
+            refuse_unsupported(plugin)
+        compat.set_as_inherited(Given, self, "precision_plugin", plugin)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """Lightning's plugin that writes and reads checkpoints."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
+        refuse_sharded(plugin)
+        if self._settings.state_dict_type == "sharded":
+            refuse_beside_shards(plugin)
+        compat.set_as_inherited(Given, self, "checkpoint_io", plugin)
 
     @property
     @override
@@ -148,7 +147,7 @@ class GivenOptimizers(GivenPlugins):
     @optimizers.setter
     @override
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        compat.set_as_inherited(GivenOptimizers, self, "optimizers", optimizers)
+        compat.set_as_inherited(Given, self, "optimizers", optimizers)
 
     def _complete_state(self) -> None:
         """The user's code asks for optimizers, whose state it may read."""
@@ -156,4 +155,4 @@ class GivenOptimizers(GivenPlugins):
             self._swapped.training.give_optimizers()
 
 
-setattr(GivenOptimizers, compat.WRAPPED_OPTIMIZERS, _Told(compat.WRAPPED_OPTIMIZERS))
+setattr(Given, compat.WRAPPED_OPTIMIZERS, _Told(compat.WRAPPED_OPTIMIZERS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any
@@ -88,7 +88,7 @@ class Recompute:
             found = self._runtime.listeners.on_call(objects)
             self._random, self._ambient = RandomState.capture(residency.cuda_index), AmbientState()
         self._restore, self._elsewhere = found
-        self._unchanged = _Unchanged(self._arguments.tensors)
+        self._states = list(map(_state, self._arguments.tensors))
         last_filled = self._runtime.last_filled() if self._layer.buffers else {}
         self._buffers = CallBuffers(self._layer, residency, last_filled, copies=with_graph, drops=self._is_again)
 
@@ -98,7 +98,7 @@ class Recompute:
         Raises:
             UnsupportedModelError: if it changes what is not taken back.
         """
-        name = "one of its inputs" if self._unchanged.have_changed() else self._restore()
+        name = "one of its inputs" if self._have_inputs_changed() else self._restore()
         if name is not None:
             raise _runs_twice(self._layer, name)
         self.attributes.restore()
@@ -118,12 +118,16 @@ class Recompute:
         self._refuse_buffers_of_earlier_calls()
         if changed:
             self._runtime.show_changed_buffers(self._layer, changed, False)
-        has_changed = bool(changed) or self._unchanged.have_changed()
+        has_changed = bool(changed) or self._have_inputs_changed()
         # Of an object it takes a copy to tell.
         has_changed |= any(is_opaque(leaf) or callable(leaf) for leaf in self._arguments.leaves)
-        # They have the caller's tensors.
-        del self._restore, self._unchanged
+        # It has the caller's tensors.
+        del self._restore
         return has_changed
+
+    def _have_inputs_changed(self) -> bool:
+        """Whether some were changed in place so far, or freed as reversible layers do with their inputs."""
+        return list(map(_state, self._arguments.tensors)) != self._states
 
     def _refuse_buffers_of_earlier_calls(self) -> None:
         """Refuse to change within a checkpoint what another call there finds: the backward runs them in the other order.
@@ -147,7 +151,7 @@ class Recompute:
         Raises:
             UnsupportedModelError: if it does so for the first time, and inputs were not kept for that.
         """
-        layer, has_changed = self._layer, self._unchanged.have_changed()
+        layer, has_changed = self._layer, self._have_inputs_changed()
         if has_changed and layer.changes_inputs is False and self._inputs:
             raise UnsupportedModelError(
                 f"layer {layer.name!r} modifies one of its inputs in place, or frees it, for the first time when it has been "
@@ -229,18 +233,6 @@ def _runs_twice(layer: SwappedLayer, changed: str) -> UnsupportedModelError:
         f"layer {layer.name!r} runs twice, as it sets a frozen parameter or computes a gradient in its forward for the first "
         f"time, and changes {changed} in place: return that, or do it in the training_step"
     )
-
-
-class _Unchanged:
-    """Tells whether tensors are changed in place, or freed as reversible layers do with their inputs."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        self._states = list(map(_state, tensors))
-
-    def have_changed(self) -> bool:
-        """Whether any was, so far."""
-        return list(map(_state, self._tensors)) != self._states
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
