@@ -25,9 +25,11 @@ from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.layers.structure import structure_of
 from lightning_harmony.engine.layers.surroundings import Surroundings
 from lightning_harmony.engine.measure.report import Traffic
+from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.engine.memory.opaque import without_caches
 from lightning_harmony.engine.memory.stash import Alias, LaneStash, Stash, Stashed, is_small
 from lightning_harmony.engine.memory.tensor_class import parameter_like
+from lightning_harmony.engine.memory.transfer import Transfers
 from lightning_harmony.engine.model.borrowed import BorrowedModules
 from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.host_pool import HostPool
@@ -122,7 +124,8 @@ class Rehearsal(Runtime):
         self._structures: dict[int, Any] = {}
         self._measured: Measured | None = None
         self.open_call = OpenCall(self.visit)
-        self.surroundings = Surroundings()
+        alone = Transfers([self.device], traffic, lambda to, size: None, lambda *copy: nullcontext())
+        self.surroundings = Surroundings(lambda: None, alone, StepRecorder([self.device]))
         self._buffer_bytes = 0
         self._microbatch_bytes = 0
         self._dtype: torch.dtype | None = None

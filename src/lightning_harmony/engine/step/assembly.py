@@ -17,6 +17,7 @@ from lightning_harmony.engine.glue.glue import Glue
 from lightning_harmony.engine.lanes.lane import LanePool
 from lightning_harmony.engine.layers.intercept import InterceptedForward
 from lightning_harmony.engine.layers.recordings import Recordings
+from lightning_harmony.engine.layers.surroundings import Surroundings
 from lightning_harmony.engine.measure.profile import Profiler
 from lightning_harmony.engine.measure.profile_cache import ProfileCache
 from lightning_harmony.engine.measure.report import Traffic
@@ -32,7 +33,6 @@ from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.parameter_places import places_of
-from lightning_harmony.engine.step.device_surroundings import DeviceSurroundings
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.fit_record import FitRecord
 from lightning_harmony.engine.step.gradient_sums import GradientSums
@@ -152,7 +152,7 @@ def assemble(
     sums = GradientSums(swapped, step, placement, transfers, updater, observer, profiler)
     preparation = PackPreparation(step, placement, observer, profiler, traffic, recorder, compute_dtype)
     lone_calls = LoneCalls(swapped, placement, sums, recorder, record.discard)
-    surroundings = DeviceSurroundings(step, transfers, recorder)
+    surroundings = Surroundings(step.current, transfers, recorder)
     runtime = Runtime(
         swapped,
         step,
