@@ -33,7 +33,7 @@ from lightning_harmony.engine.model.layer import SwappedLayer, dtype_on_device, 
 from lightning_harmony.engine.model.parameter_places import Place, is_replaced
 from lightning_harmony.engine.structures.operations import Versioned, changes_first, state_for
 from lightning_harmony.engine.structures.parts import cloned, is_composed, parts_of
-from lightning_harmony.engine.structures.strides import copied, one_element
+from lightning_harmony.engine.structures.strides import ViewAgain, copied, one_element
 from lightning_harmony.engine.structures.tree import unwrapped
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
@@ -392,7 +392,7 @@ class Glue:
         if tensor.dtype != leaf.dtype:
             # Elements of another size, as those of a view of complex numbers.
             return _Saved(tensor, self._runtime.stash_unchanged(copied(tensor.detach())), lambda: None)
-        return SavedWeight(tensor, leaf, layer, self._runtime)
+        return ViewAgain(tensor, leaf, partial(_parameter_again, layer, self._runtime))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unpack(self, saved: Any) -> Tensor:
@@ -434,17 +434,7 @@ class _Saved(Versioned):
         return self._stashed.load() if filled is None else filled
 
 
-class SavedWeight:
-    """A view of a swapped parameter that autograd saved: where it lies in the parameter."""
-
-    def __init__(self, tensor: Tensor, leaf: Tensor, layer: SwappedLayer, runtime: Runtime) -> None:
-        self._size, self._stride = tensor.size(), tensor.stride()
-        self._offset = tensor.storage_offset() - leaf.storage_offset()
-        self._layer = layer
-        self._runtime = runtime
-
-    def load(self) -> Tensor:
-        """The same view of the parameter, swapped in again."""
-        with self._runtime.visit(self._layer, Phase.BACKWARD) as residency:
-            leaf = residency.leaves[self._layer.parameters[0]]
-            return leaf.detach().as_strided(self._size, self._stride, leaf.storage_offset() + self._offset)
+def _parameter_again(layer: SwappedLayer, runtime: Runtime) -> Tensor:
+    """The parameter of a layer of the glue, swapped in for the backward."""
+    with runtime.visit(layer, Phase.BACKWARD) as residency:
+        return residency.leaves[layer.parameters[0]]

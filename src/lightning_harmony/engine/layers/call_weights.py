@@ -20,7 +20,7 @@ from lightning_harmony.engine.layers.narrow_weight import NarrowUse, NarrowWeigh
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
-from lightning_harmony.engine.structures.operations import detached, viewed
+from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.engine.updates.requested_gradients import requested_gradients
 from lightning_harmony.errors import UnsupportedModelError
@@ -197,26 +197,6 @@ class CallWeights:
             # What is set on one is on both.
             tap.__dict__ = leaf.__dict__
         return {**leaves, **dict(zip(parameters, taps, strict=True))}
-
-
-class SavedWeight:
-    """A view of a weight that autograd saved: where it lies in the weight."""
-
-    __slots__ = ("_call", "_dtype", "_offset", "_parameter", "_size", "_stride")
-
-    def __init__(self, call: LayerCall, parameter: nn.Parameter, leaf: Tensor, tensor: Tensor) -> None:
-        self._call, self._parameter = call, parameter
-        self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
-        self._offset = tensor.storage_offset() - leaf.storage_offset()
-
-    def load(self) -> Tensor:
-        """The same view of the weight, swapped in again."""
-        self._call.open()
-        leaf = detached(self._call.residency.leaves[self._parameter])
-        if leaf.dtype is not self._dtype:
-            # It has come in another type since.
-            leaf = leaf.to(self._dtype)
-        return viewed(leaf, Tensor.as_strided, self._size, self._stride, leaf.storage_offset() + self._offset)
 
 
 class WeightGradients:

@@ -9,7 +9,7 @@ from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
@@ -19,7 +19,6 @@ from lightning_harmony.engine.devices.hidden_shortages import hidden_shortage
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.call_weights import (
     CallWeights,
-    SavedWeight,
     double_backward,
     second_backward,
 )
@@ -47,6 +46,7 @@ from lightning_harmony.engine.model.layer import (
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.model.resident_weight import DataAssignedError, make_resident
 from lightning_harmony.engine.structures.parts import are_equal
+from lightning_harmony.engine.structures.strides import ViewAgain
 from lightning_harmony.engine.structures.tree import flatten, tensors_of
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
@@ -207,7 +207,7 @@ class LayerCall:
         self._keeps = not self._recompute.counts and self.runtime.keep_graph(self.layer, self)
         self._recompute.keep_inputs(self.residency)
 
-    def _save(self, tensor: Tensor) -> SavedTensor | SavedWeight:
+    def _save(self, tensor: Tensor) -> SavedTensor | ViewAgain:
         """Keep what finds a tensor again that autograd saves."""
         if not self._recompute.has_inputs:
             # It comes from a tensor that is no argument.
@@ -216,7 +216,7 @@ class LayerCall:
         parameter = self.residency.parameter_at(tensor) if tensor.layout is torch.strided else None
         if parameter is not None and (leaf := self.residency.leaves[parameter]).dtype is tensor.dtype:
             self._saves.add(None)
-            return SavedWeight(self, parameter, leaf, tensor)
+            return ViewAgain(tensor, leaf, partial(_weight_again, self, parameter))
         # Modes that are active in the layer are not to see this.
         with DisableTorchFunction():
             saved = SavedTensor(
@@ -366,6 +366,12 @@ class LayerCall:
             if not (is_same and self._contexts.fill()):
                 raise _other_saves(self.layer)
         self._recompute.fill_again(self._saves)
+
+
+def _weight_again(call: LayerCall, parameter: nn.Parameter) -> Tensor:
+    """A weight of a call, of which a backward asks for a view that was saved."""
+    call.open()
+    return call.residency.leaves[parameter]
 
 
 def _saving(save: Callable[[Tensor], Any], *, is_compiled: bool) -> AbstractContextManager[Any]:

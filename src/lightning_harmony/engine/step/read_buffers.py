@@ -14,6 +14,7 @@ from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.operations import Unseen, version_of
 from lightning_harmony.engine.structures.parts import is_composed
+from lightning_harmony.engine.structures.strides import ViewAgain
 
 
 @dataclass
@@ -94,16 +95,17 @@ class ReadBuffers:
         of = next(((key, copy.tensor) for (key, _), copy in copies if lies_in(tensor, copy.tensor)), None)
         if of is None or tensor.dtype is not of[1].dtype:
             return lambda: None
-        first, device = tensor.storage_offset() - of[1].storage_offset(), tensor.device
-        size, stride = tensor.size(), tensor.stride()
+        key, device = of[0], tensor.device
+
+        def newest() -> Tensor:
+            last = last_filled()[key]
+            assert last is not None
+            return last.to(device)
+
+        view = ViewAgain(tensor, of[1], newest)
         # So the next call keeps it, though it may be the first.
-        last_filled().setdefault(of[0], None)
-
-        def content() -> Tensor | None:
-            last = last_filled().get(of[0])
-            return None if last is None else last.to(device).as_strided(size, stride, last.storage_offset() + first)
-
-        return content
+        last_filled().setdefault(key, None)
+        return lambda: None if last_filled().get(key) is None else view.load()
 
     def refuse_changed(self) -> None:
         """The calling lane has come to its loss or to its end: refuse what it has changed in its copies, and forget them.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_harmony.engine.structures.operations import detached
+from lightning_harmony.engine.structures.operations import detached, viewed
 from lightning_harmony.engine.structures.parts import cloned, is_composed, made_of, parts_of
 
 
@@ -77,6 +77,30 @@ def copied(tensor: Tensor) -> Tensor:
     if not has_strides(tensor) or tensor.is_contiguous():
         return Tensor.clone(tensor)
     return restore(Tensor.clone(compact(tensor)), tensor.size(), tensor.stride())
+
+
+class ViewAgain:
+    """A view, to be made once more of what is in the place of its base then.
+
+    Args:
+        view: the one.
+        base: in whose memory it begins.
+        again: gives what lies as the base did.
+    """
+
+    __slots__ = ("_again", "_dtype", "_offset", "_size", "_stride")
+
+    def __init__(self, view: Tensor, base: Tensor, again: Callable[[], Tensor]) -> None:
+        self._size, self._stride, self._dtype, self._again = view.size(), view.stride(), view.dtype, again
+        self._offset = view.storage_offset() - base.storage_offset()
+
+    def load(self) -> Tensor:
+        """The same view, without a graph."""
+        base = detached(self._again())
+        if base.dtype is not self._dtype:
+            # It has come in another type since.
+            base = base.to(self._dtype)
+        return viewed(base, Tensor.as_strided, self._size, self._stride, base.storage_offset() + self._offset)
 
 
 def places_in_memory(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
