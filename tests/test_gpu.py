@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
