@@ -106,6 +106,44 @@ class Around(nn.Module):
         return loss
 
 
+class Spikes(nn.Module):
+    """A layer that keeps a state in an attribute, of which a function with a gradient of its own was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.memories = nn.Parameter(torch.tensor(0.5)), {"state": torch.zeros(())}
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.memories["state"]
+        state = state + (x - state) * self.rate
+        spikes = sign(state - 1.0)
+        self.memories["state"] = (1.0 - spikes) * state
+        return spikes
+
+
+class Spiking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.spikes = nn.Linear(WIDTH, WIDTH), Spikes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.spikes.memories["state"] = torch.zeros(())
+        losses = [(self.spikes(self.first(x * scale)) - x).pow(2).mean() for scale in (3.0, 2.0, 1.0)]
+        return 0.01 * torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_a_backward_comes_to_functions_of_earlier_calls_of_a_layer_that_keeps_a_state(num_microbatches: int) -> None:
+    """It ended in an error. Gradients of a layer that is called several times are summed in another order."""
+    assert_same_training(
+        Net(Spiking()),
+        torch.randn(40, WIDTH),
+        layers=[Spikes, nn.Linear],
+        num_microbatches=num_microbatches,
+        tolerance=1e-5,
+    )
+
+
 @pytest.mark.parametrize(("use", "num_microbatches", "devices"), combined(USES, [(4, 2), (1, 1), (4, 1), (1, 2)]))
 def test_a_function_between_layers_may_be_given_parameters(use: str, num_microbatches: int, devices: int) -> None:
     # It computed with the stand-in, and the gradient that it returned went to no parameter.

@@ -61,11 +61,13 @@ class Contexts:
             open: opens the call.
             is_compiled: whether the layer is compiled. What its functions keep is not looked at.
         """
-        nodes: set[Any] = {tensor.grad_fn for tensor in made}.difference(ends, {None})
+        # An attribute may hold what was made before the call.
+        found = {node for tensor in made if (node := tensor.grad_fn) is not None and node._sequence_nr() >= self._begin}
+        nodes: set[Any] = found.difference(ends)
         functions: list[Any] = []
         if not (is_compiled or layer.differentiates) and (layer.keeps_on_contexts or layer.attributes.are_first_calls):
             functions = _functions_between(flatten(returned)[0], ends, self._begin)
-        for node in {*(nodes if layer.companions else _functions_before_saves(nodes, ends)), *functions}:
+        for node in {*(nodes if layer.companions else _functions_before_saves(nodes, ends, self._begin)), *functions}:
             node.register_prehook(open)
         layer.keeps_on_contexts |= any(_takes_memory(kept) for node in functions for kept in vars(node).values())
         self._functions = list(map(_Function, functions))
@@ -140,12 +142,15 @@ def _next_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def _functions_before_saves(nodes: Iterable[Any], ends: Collection[Any]) -> list[Any]:
-    """The nodes of users' autograd functions that a backward may come to before it asks for any saved tensor."""
-    remaining, seen, found = list(nodes), {None, *ends}, []
+def _functions_before_saves(nodes: Iterable[Any], ends: Collection[Any], begin: int) -> list[Any]:
+    """The nodes of users' autograd functions that a backward may come to before it asks for any saved tensor.
+
+    What was made before a number is of an earlier call, as where the layer finds its own state of that in an attribute.
+    """
+    remaining, seen, found = list[Any](nodes), {None, *ends}, list[Any]()
     while remaining:
         node = remaining.pop()
-        if node in seen:
+        if node in seen or node._sequence_nr() < begin:
             continue
         seen.add(node)
         if isinstance(node, torch._C._FunctionBase):
