@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.utils import weight_norm
 
 from support.nets import WIDTH, Chain
 from support.same_training import Net, assert_same_training, room
@@ -108,6 +111,17 @@ class DeletesAndSets(Chain):
             linear._parameters["weight"] = weight
 
 
+class CopiesLayers(Chain):
+    """Copies of layers get other weights: libraries make theirs by `copy.copy`, or give a new module all attributes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        copied, made = copy.copy(self.blocks[0].linear), nn.Linear.__new__(nn.Linear)
+        made.__dict__ = vars(self.blocks[1].linear).copy()
+        for module in (copied, made):
+            module._parameters = {name: 1.01 * weight for name, weight in module._parameters.items()}  # type: ignore
+        return super().forward(x) + super().forward(made(copied(x)))
+
+
 @pytest.mark.parametrize(
     ("net", "num_microbatches", "devices"),
     combined([Perturbed, Scaled, FastWeights, Vectorized, DeletesAndSets], [(1, 1), (4, 1), (2, 2)]),
@@ -123,6 +137,54 @@ def test_a_layer_may_be_called_with_other_weights(net: type[Chain], num_microbat
         devices=devices,
         tolerance=1e-5,
     )
+
+
+class CopiesDerived(nn.Module):
+    """The older weight_norm computes the weight of a copy from what the copy has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        copied = copy.copy(self.first)
+        copied._parameters = {name: 1.01 * weight for name, weight in self.first._parameters.items()}
+        out: Tensor = self.last(self.first(x)) + self.last(copied(x))
+        return out.pow(2).mean()
+
+
+@pytest.mark.parametrize("net", [lambda: CopiesLayers(Block), CopiesDerived], ids=["modules", "derived weights"])
+@pytest.mark.parametrize(("num_microbatches", "devices"), [(1, 1), (4, 1), (2, 2)])
+def test_a_copy_of_a_layer_computes_with_its_own_weights(
+    net: Callable[[], nn.Module], num_microbatches: int, devices: int
+) -> None:
+    """It ran the layer itself."""
+    assert_same_training(
+        Net(net()),
+        torch.randn(40, WIDTH),
+        layers=[nn.Linear, nn.LayerNorm],
+        num_microbatches=num_microbatches,
+        devices=devices,
+        tolerance=1e-5,
+    )
+
+
+class Borrows(nn.Module):
+    """A module of another class is given the forward of a layer, which has the layer's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.other.forward = self.layer.forward  # type: ignore[method-assign]
+        out: Tensor = self.last(self.other(x)).pow(2).mean()
+        del self.other.forward
+        return out
+
+
+def test_a_module_that_is_given_the_forward_of_a_layer_runs_the_layer() -> None:
+    assert_same_training(Net(Borrows()), torch.randn(40, WIDTH), layers=[nn.Linear], num_microbatches=1)
 
 
 class Learns(Net):

@@ -21,6 +21,15 @@ from lightning_harmony.engine.model.layer import SwappedLayer, layer_of_caller
 from lightning_harmony.engine.updates.requested_gradients import anchored
 from lightning_harmony.errors import BorrowsModuleError, UnsupportedModelError
 
+_CALL_IMPL = nn.Module._call_impl.__code__
+# The code of torch that calls the forward of a module, or what is compiled of it.
+_CALLS = {
+    nn.Module._wrapped_call_impl.__code__,
+    _CALL_IMPL,
+    *(each for each in _CALL_IMPL.co_consts if isinstance(each, types.CodeType) and "self" in each.co_freevars),
+}
+_DISABLES = "torch._dynamo."
+
 
 class InterceptedForward:
     """Takes the place of a layer's ``forward``. Copies of the module get the original back.
@@ -72,6 +81,9 @@ class InterceptedForward:
         Raises:
             UnsupportedModelError: within `torch.func` transformations, or if the layer does what would be lost.
         """
+        called = _called_module()
+        if called is not None and called is not self._module and self._is_copied_to(called):
+            return self._forward_of(called)(*args, **kwargs)
         if self._is_removed:
             return self.original.run(*args, **kwargs)
         lane, caller = this_thread.lane, layer_of_caller()
@@ -98,6 +110,19 @@ class InterceptedForward:
         # In a lane, user's code sees stand-ins for parameters.
         anchor = self._anchor if lane is not None else anchored(self._anchor, self.layer.parameters)
         return self._run(anchor, args, kwargs)
+
+    def _is_copied_to(self, module: nn.Module) -> bool:
+        """Whether a module has this one because it got all attributes of the layer, as `copy.copy` gives them.
+
+        Without a forward of the layer's own, it would have that of its class.
+        """
+        has_it = vars(module).get(self._attribute) is self
+        return has_it and self.own is None and isinstance(module, type(self._module))
+
+    def _forward_of(self, copied: nn.Module) -> Callable[..., Any]:
+        """What a copy of the layer runs: it may have other weights, and is code between layers."""
+        forward: Callable[..., Any] = _bound_forward(copied) if self._attribute == "forward" else copied._call_impl
+        return forward
 
     def _run_with_given_weights(self, lane: AnyLane | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """There is nothing to swap: it is code between layers."""
@@ -129,6 +154,15 @@ class InterceptedForward:
         if self.own is not None:
             raise TypeError(f"layer {self.layer.name} cannot be pickled while it trains")
         return _bound_forward, (self._module,)
+
+
+def _called_module() -> nn.Module | None:
+    """The module whose call runs what an intercepted forward takes the place of; None if other code calls that."""
+    frame: types.FrameType | None = sys._getframe(2)
+    # That of `torch.compiler.disable` is between.
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_DISABLES):
+        frame = frame.f_back
+    return frame.f_locals["self"] if frame is not None and frame.f_code in _CALLS else None
 
 
 def _called_by(layer: SwappedLayer, module: nn.Module) -> nn.Module:
