@@ -123,6 +123,22 @@ class ByNumber(Own):
             parameter.sub_(gradient)
 
 
+class ByMark(Own):
+    """Goes by what is set on a parameter, as optimizers for several kinds of parameters do."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(parameter, gradient, state, group | {"lr": group["lr"] * getattr(parameter, "rate", 1.0)})
+
+
+class OfAManifold(nn.Parameter):
+    """A parameter of a class of its own, by which optimizers on manifolds go."""
+
+
+class ByClass(Own):
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(parameter, -gradient if isinstance(parameter, OfAManifold) else gradient, state, group)
+
+
 class Zeroes(Own):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Leaves all gradients."""
@@ -186,6 +202,27 @@ def test_who_looks_at_all_or_changes_anything_else_steps_as_a_whole(kind: type[O
     before = repr(vars(optimizer))
     assert why_not_separable(optimizer) == f"{kind.__name__} is not known to update each parameter on its own"
     assert repr(vars(optimizer)) == before
+
+
+@pytest.mark.usefixtures("of_a_library")
+def test_who_goes_by_what_is_set_on_parameters_steps_as_a_whole() -> None:
+    trained = parameters()
+    assert why_not_separable(ByMark(trained)) is None
+    for parameter in trained:
+        parameter.is_initialized, parameter.rate = True, 1.0  # type: ignore[attr-defined]
+    assert why_not_separable(Own(trained)) is None
+    # That one of many has another value shows, too.
+    trained[3].rate = 0.5  # type: ignore[attr-defined]
+    assert why_not_separable(Own(trained)) is None
+    assert why_not_separable(ByMark(trained)) is not None
+
+
+@pytest.mark.usefixtures("of_a_library")
+def test_parameters_with_objects_or_of_other_classes_step_as_a_whole() -> None:
+    trained = parameters()
+    assert why_not_separable(ByClass([*trained, OfAManifold(torch.ones(3))])) is not None
+    trained[0].manifold = object()  # type: ignore[attr-defined]
+    assert why_not_separable(Own(trained)) is not None
 
 
 def test_a_class_of_the_users_own_is_not_tried() -> None:

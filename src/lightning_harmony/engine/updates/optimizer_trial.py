@@ -19,12 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.structures.nested import leaves_of, open_node
+from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.engine.updates.optimizer_twin import twin_of
 
 # What gradients are multiplied by, step by step.
 _SCALES = (1e-3, 1.0, 1e3, 1e-6, 1.0, 1.0)
 # Of parameters that are alike so many take part, and of each dimension so much.
 _MOST_ALIKE, _SHORT, _LONG = 2, 16, 256
+# Of those that differ in what is set on them, at most.
+_MOST_MARKED = 64
 _FIRST_GROUPS = 4
 # What each optimizer has, and what the rest of it may be made of.
 _OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(())]))) | {"step", "_step_count", "_opt_called"}
@@ -46,11 +49,25 @@ class Separability(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """A small parameter."""
+    """A small parameter.
+
+    Attributes:
+        group: the number of its group.
+        value: where it begins.
+        gradients: step by step.
+        marks: the attributes that are set on it, which code of the optimizer may read.
+    """
 
     group: int
     value: Tensor
     gradients: Sequence[Tensor]
+    marks: Mapping[str, Any] = {}
+
+    def parameter(self, *, marked: bool = False) -> nn.Parameter:
+        """The parameter, as the optimizer finds it or without what is set on it, as it is where it steps by itself."""
+        parameter = nn.Parameter(self.value.clone())
+        parameter.__dict__.update(self.marks if marked else {})
+        return parameter
 
 
 def is_installed(kind: type) -> bool:
@@ -75,8 +92,14 @@ def try_out(optimizer: Optimizer, step: Callable[[Optimizer], Any]) -> Separabil
     try:
         optimizer = _blank(optimizer, groups := optimizer.param_groups)
         small = _samples(groups, _SHORT)
+        marked = [sample for sample in small if sample.marks]
+        trained = (p for group in groups for p in group["params"] if _may_be_trained(p))
+        if len(marked) > _MOST_MARKED or not all(map(_is_plain, trained)):
+            return Separability(of_parameters=False, of_elements=False)
         whole = _stepped_at_once(optimizer, step, small)
         if whole is None or not _are_equal(whole, _stepped_apart(optimizer, step, small)):
+            return Separability(of_parameters=False, of_elements=False)
+        if marked and not _are_equal(whole, _stepped_at_once(optimizer, step, small, marked=True) or ()):
             return Separability(of_parameters=False, of_elements=False)
     # Whatever it raises, it is left as it is.
     except Exception:
@@ -92,9 +115,9 @@ def try_out(optimizer: Optimizer, step: Callable[[Optimizer], Any]) -> Separabil
 def _takes_halves(optimizer: Optimizer, step: Callable[[Optimizer], Any], samples: Sequence[_Sample]) -> bool:
     """Whether halves of parameters come to what the whole ones do."""
     large = [sample for sample in samples if sample.value.numel() > 1]
-    flat = [_Sample(group, value.flatten(), [each.flatten() for each in of]) for group, value, of in large]
+    flat = [_Sample(group, value.flatten(), [each.flatten() for each in of]) for group, value, of, _ in large]
     halves = _stepped_apart(
-        optimizer, step, [_Sample(group, *h) for group, value, of in flat for h in _halves(value, of)]
+        optimizer, step, [_Sample(group, *h) for group, value, of, _ in flat for h in _halves(value, of)]
     )
     joined = [_joined(one, other) for one, other in zip(halves[::2], halves[1::2], strict=True)]
     return _are_equal([_flat(each) for each in _stepped_apart(optimizer, step, large)], joined)
@@ -130,10 +153,10 @@ def _samples(param_groups: Sequence[Mapping[str, Any]], longest: int) -> list[_S
         is_apart = number < _FIRST_GROUPS or number == len(param_groups) - 1
         alike = _kind_of(group), number if is_apart else None
         for parameter in group["params"]:
-            if not (parameter.is_floating_point() or parameter.is_complex()):
-                # It is not trained.
+            if not _may_be_trained(parameter):
                 continue
-            kind = alike, parameter.dim(), parameter.dtype
+            marks = dict(vars(parameter))
+            kind = alike, parameter.dim(), parameter.dtype, repr(sorted(marks.items()))
             num_alike[kind] += 1
             if num_alike[kind] <= _MOST_ALIKE:
                 shape = [min(length, longest) for length in parameter.shape]
@@ -141,8 +164,19 @@ def _samples(param_groups: Sequence[Mapping[str, Any]], longest: int) -> list[_S
                     (torch.randn(shape, generator=generator, device="cpu") * scale).to(parameter.dtype)
                     for scale in (1.0, *_SCALES)
                 )
-                found.append(_Sample(number, value, gradients))
+                found.append(_Sample(number, value, gradients, marks))
     return found
+
+
+def _may_be_trained(parameter: Tensor) -> bool:
+    return (parameter.is_floating_point() or parameter.is_complex()) and not is_composed(parameter)
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Whether a parameter is of torch's own class, and nothing but numbers and words is set on it: those can be copied."""
+    return type(parameter) in (nn.Parameter, Tensor) and all(
+        isinstance(each, _SIMPLE) for each in vars(parameter).values()
+    )
 
 
 def _kind_of(group: Mapping[str, Any]) -> str:
@@ -156,10 +190,10 @@ _Stepped = tuple[Tensor, dict[str, Any]]
 
 
 def _stepped_at_once(
-    optimizer: Optimizer, step: Callable[[Optimizer], Any], samples: Sequence[_Sample]
+    optimizer: Optimizer, step: Callable[[Optimizer], Any], samples: Sequence[_Sample], *, marked: bool = False
 ) -> list[_Stepped] | None:
-    """All parameters, stepped together; None if a step changes anything else."""
-    parameters = [nn.Parameter(each.value.clone()) for each in samples]
+    """All parameters, stepped together, maybe with what is set on them; None if a step changes anything else."""
+    parameters = [each.parameter(marked=marked) for each in samples]
     groups = {parameter: each.group for parameter, each in zip(parameters, samples, strict=True)}
     twin = twin_of(optimizer, groups, {each: each for each in parameters})
     for number in range(len(_SCALES)):
@@ -178,7 +212,7 @@ def _stepped_apart(
     """Each parameter, stepped by itself."""
     found: list[_Stepped] = []
     for sample in samples:
-        parameter, state = nn.Parameter(sample.value.clone()), dict[str, Any]()
+        parameter, state = sample.parameter(), dict[str, Any]()
         for gradient in sample.gradients:
             twin = twin_of(optimizer, {parameter: sample.group}, {parameter: parameter})
             twin.state[parameter], parameter.grad = state, gradient.clone()
@@ -206,7 +240,7 @@ def _plain(value: Any) -> Any:
 
 
 def _are_equal(some: Sequence[_Stepped], others: Sequence[_Stepped]) -> bool:
-    return all(
+    return len(some) == len(others) and all(
         torch.equal(value, other)
         and state.keys() == other_state.keys()
         and all(map(_is_equal, state.values(), other_state.values()))
