@@ -365,6 +365,75 @@ def test_a_buffer_that_a_hook_before_the_backward_writes_is_refused_before_any_u
     assert all(torch.equal(parameter.cpu(), before[name]) for name, parameter in module.named_parameters())
 
 
+class Recurs(nn.Module):
+    """A layer whose state is a buffer, through which gradients come to earlier calls, as in spiking networks."""
+
+    state: Tensor
+
+    def __init__(self, begins: str) -> None:
+        super().__init__()
+        self.linear, self.begins = nn.Linear(nets.WIDTH, nets.WIDTH), begins
+        self.register_buffer("state", torch.zeros(1, nets.WIDTH), persistent=False)
+
+    def forward(self, x: Tensor, is_first: bool) -> Tensor:
+        if is_first and self.begins == "in the layer":
+            self.state = torch.zeros_like(x)
+        elif is_first and self.begins == "from the last":
+            self.state = self.state.detach().mean(0, keepdim=True)
+        self.state = torch.tanh(self.linear(x) + self.state)
+        return self.state
+
+
+class Recurrent(nn.Module):
+    def __init__(self, begins: str, first: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.head = Recurs(begins), nn.Linear(nets.WIDTH, nets.WIDTH)
+        self.begins, self.first, self.num_calls = begins, first, 0
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        if self.begins == "between layers":
+            self.cell.state = torch.zeros_like(x)
+        self.num_calls += 1
+        with torch.set_grad_enabled(self.num_calls > self.first):
+            outputs = [self.cell(x * scale, scale == 1.0) for scale in (1.0, 0.5, -0.5)]
+        return F.mse_loss(self.head(sum(outputs)), y)
+
+
+WAYS_TO_BEGIN = ["between layers", "in the layer", "from the last"]
+
+
+@pytest.mark.parametrize(("begins", "num_microbatches", "devices"), combined(WAYS_TO_BEGIN, [(1, 1), (4, 1), (2, 2)]))
+def test_a_gradient_comes_through_a_buffer_to_earlier_calls(begins: str, num_microbatches: int, devices: int) -> None:
+    """It was lost. Gradients of a layer that is called several times are summed in another order."""
+    assert_same_training(
+        Net(Recurrent(begins)),
+        samples(),
+        layers=[Recurs, nn.Linear],
+        num_microbatches=num_microbatches,
+        devices=devices,
+        tolerance=0.0 if num_microbatches == 1 else 1e-6,
+    )
+
+
+def test_that_a_buffer_is_not_swapped_any_more_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert_same_training(
+            Net(Recurrent("in the layer")), samples(), layers=[Recurs], num_microbatches=1, updates=["just in time"]
+        )
+    said = [each for each in caplog.messages if "leaves a tensor that needs gradients in its buffer 'state'" in each]
+    assert len(said) == 1
+    assert "a step begins again" in said[0]
+
+
+def test_a_graph_that_a_buffer_first_has_in_a_later_step_is_refused() -> None:
+    trainer = trainer_for(HarmonyStrategy(num_microbatches=1, layers=[Recurs]), 3, [])
+    loader = torch.utils.data.DataLoader(samples(), batch_size=8)
+    with pytest.raises(UnsupportedModelError, match="leaves a tensor that needs gradients in its buffer 'state'"):
+        trainer.fit(Net(Recurrent("in the layer", first=1)), loader)
+
+
 class ReadsAnother(nets.Block):
     """A layer that reads a buffer of a layer that is no part of it, and that changes."""
 

@@ -19,6 +19,24 @@ class BorrowsModuleError(UnsupportedModelError):
         self.borrower, self.lender = borrower, lender
 
 
+class LeavesGraphError(UnsupportedModelError):
+    """The code of a layer leaves a tensor with a graph in one of its buffers.
+
+    Args:
+        layer: the name of the layer.
+        owner: the module that has the buffer.
+        buffer: the name of the buffer.
+    """
+
+    def __init__(self, layer: str, owner: object, buffer: str) -> None:
+        super().__init__(
+            f"layer {layer!r} leaves a tensor that needs gradients in its buffer {buffer!r}, but the buffer is swapped with "
+            "the layer, and no gradient would come through it to an earlier call: assign tensor.detach(), or do so from the "
+            "first step on"
+        )
+        self.owner, self.buffer = owner, buffer
+
+
 class CapacityError(RuntimeError):
     """The machine is too small: the message says by how many bytes, for which layer, and what to change."""
 

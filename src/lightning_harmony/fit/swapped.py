@@ -23,7 +23,7 @@ from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.engine.updates.disk_home import DiskHome
-from lightning_harmony.errors import BorrowsModuleError, UnsupportedModelError
+from lightning_harmony.errors import BorrowsModuleError, LeavesGraphError, UnsupportedModelError
 from lightning_harmony.fit.evaluation import Evaluation
 from lightning_harmony.fit.garbage import LastingObjects
 from lightning_harmony.fit.signals import HeldSignals
@@ -201,7 +201,7 @@ class Swapped:
                 if before is not None:
                     before.let_go()
                 return output
-            except BorrowsModuleError as error:
+            except (BorrowsModuleError, LeavesGraphError) as error:
                 # What a step has changed of parameters would be changed once more, and other nodes do not begin anew.
                 now = [(version_of(parameter), parameter.grad) for parameter in parameters]
                 is_lasting = (
@@ -211,17 +211,14 @@ class Swapped:
                 )
                 if before is None or is_lasting or not self._borrowed.note(self._module, error):
                     raise
-                said = str(error).partition(": ")[0]
+                begins_anew = _begins_anew(error)
             self.training.leave()
             left = before.restore()
             for parameter, flag in zip(parameters, flags, strict=True):
                 parameter.requires_grad_(flag)
             self._set_up_anew(self._settings.plan)
             self.engine.catch_up()
-            self._tree.info(
-                f"Harmony: {said}: a step begins again, and from now on each layer of that class has these weights, too, "
-                f"while it runs. Results are the same{left}"
-            )
+            self._tree.info(f"Harmony: {begins_anew}. Results are the same{left}")
 
     @contextmanager
     def restoring_buffers(self) -> Iterator[None]:
@@ -325,3 +322,13 @@ class Swapped:
     @property
     def _module(self) -> Any:
         return self._trainer.lightning_module
+
+
+def _begins_anew(error: BorrowsModuleError | LeavesGraphError) -> str:
+    """What a step has shown, and what follows from that."""
+    if isinstance(error, LeavesGraphError):
+        return f"{str(error).partition(', but ')[0]}: a step begins again, and from now on that buffer is not swapped"
+    return (
+        f"{str(error).partition(': ')[0]}: a step begins again, and from now on each layer of that class has these weights, "
+        "too, while it runs"
+    )

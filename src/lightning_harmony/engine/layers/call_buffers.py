@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lightning_harmony.engine.layers.saved_tensors import Saves
-from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
+from lightning_harmony.engine.model.layer import BufferKey, ParameterKey, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.parts import are_equal, parts_of
 from lightning_harmony.engine.structures.strides import copied
-from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.errors import LeavesGraphError, UnsupportedModelError
 
 
 class CallBuffers:
@@ -78,7 +78,7 @@ class CallBuffers:
             These, as the pack has them now.
 
         Raises:
-            UnsupportedModelError: if the layer has made one larger in its memory, or deleted one.
+            UnsupportedModelError: if the layer has made one larger in its memory, deleted one, or left a graph in one.
         """
         layer = self._layer
         for (_, name), tensor in left.items():
@@ -88,6 +88,7 @@ class CallBuffers:
                     "that before the fit, or assign an empty tensor"
                 )
         self._refuse_grown(left)
+        self._refuse_graphs(left)
         if self._is_unknown:
             layer.note_calls(self._before, left)
         counted, statistics = self._counted(left)
@@ -131,6 +132,11 @@ class CallBuffers:
                     "first time when it has been called before without, over what lies behind it on the device: assign a "
                     "new tensor, or make it as large in the first call"
                 )
+
+    def _refuse_graphs(self, left: Mapping[BufferKey, Tensor | None]) -> None:
+        for key, tensor in left.items():
+            if tensor is not None and tensor.requires_grad and not isinstance(key, ParameterKey):
+                raise LeavesGraphError(self._layer.name, *key)
 
     def as_they_were(self) -> dict[BufferKey, Tensor]:
         """What the recompute finds of those that calls change; what it does to these is dropped.

@@ -1,4 +1,4 @@
-"""Modules that the code of layers uses though they are no parts of them: which layers have which of them."""
+"""What a step shows of layers: modules that their code uses though they are no parts of them, and buffers with graphs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_harmony.engine.model.decompose import Layer
-from lightning_harmony.errors import BorrowsModuleError
+from lightning_harmony.errors import BorrowsModuleError, LeavesGraphError
 
 
 class BorrowedModules:
-    """What steps have shown: the layers of a class are given the same modules."""
+    """What steps have shown: the layers of a class are given the same modules, and have the same buffers to themselves."""
 
     def __init__(self) -> None:
+        self._with_graphs: frozenset[tuple[type, str]] = frozenset()
         self._of_classes: dict[type[nn.Module], dict[int, nn.Module]] = {}
         self._layers: Sequence[Layer] = ()
 
-    def note(self, root: nn.Module, error: BorrowsModuleError) -> bool:
-        """Note what a step has shown; whether it is new, and a module of its own that can be lent.
+    def note(self, root: nn.Module, error: BorrowsModuleError | LeavesGraphError) -> bool:
+        """Note what a step has shown; whether it is new, and, where it is a module, one of its own that can be lent.
 
         Args:
             root: the model.
             error: what it has shown.
         """
+        if isinstance(error, LeavesGraphError):
+            known, self._with_graphs = self._with_graphs, self._with_graphs | {(type(error.owner), error.buffer)}
+            return known != self._with_graphs
         borrower, lender = root.get_submodule(error.borrower), error.lender
         if not isinstance(lender, nn.Module):
             lender = root.get_submodule(str(lender))
@@ -45,5 +49,6 @@ class BorrowedModules:
         for layer in layers:
             own = {id(each) for each in layer.module.modules()}
             others = self._of_classes.get(type(layer.module), {})
-            found.append(replace(layer, borrowed=tuple(each for key, each in others.items() if key not in own)))
+            borrowed = tuple(each for key, each in others.items() if key not in own)
+            found.append(replace(layer, borrowed=borrowed, with_graphs=self._with_graphs))
         return found

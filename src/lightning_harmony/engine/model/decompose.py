@@ -27,6 +27,8 @@ class Layer:
     module: nn.Module
     borrowed: tuple[nn.Module, ...] = ()
     """Modules elsewhere that its code uses, too."""
+    with_graphs: frozenset[tuple[type, str]] = frozenset()
+    """Buffers in which its code leaves graphs, by the classes of the modules that have them: they are not swapped."""
 
     @property
     def whole(self) -> nn.Module:

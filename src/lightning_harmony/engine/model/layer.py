@@ -92,7 +92,8 @@ class SwappedLayer:
         module: the module, None for a parameter of the glue.
         whole: that, or what has it and the modules elsewhere that its code uses, too.
         parameters: its parameters, each once.
-        buffers: owner and name of each of its buffers.
+        buffers: owner and name of each of its buffers, but for those in which its code leaves graphs: as attributes, these
+            are wherever its code puts them.
         held: frozen parameters that layers set, which are buffers of them, too: one dict for all layers.
         differentiates: whether its code computes gradients in its forward.
         num_changes: how often its code has changed trained parameters in its forward.
@@ -134,6 +135,7 @@ class SwappedLayer:
         parameters: Sequence[nn.Parameter],
         compute_dtype: torch.dtype | None = None,
         whole: nn.Module | None = None,
+        with_graphs: Collection[tuple[type, str]] = (),
     ) -> None:
         self.index = index
         self.name = name
@@ -142,7 +144,8 @@ class SwappedLayer:
         self.parameters = list(dict.fromkeys(parameters))
         self.gathered = _of_recurrent_modules(module) if module is not None else frozenset()
         self.composed = frozenset(filter(is_composed, self.parameters))
-        self.buffers = buffers_of(module) if module is not None else []
+        buffers = buffers_of(module) if module is not None else []
+        self.buffers = [key for key in buffers if (type(key[0]), key[1]) not in with_graphs]
         self._own_buffers = frozenset(self.buffers)
         self.held: dict[nn.Parameter, tuple[SwappedLayer, ParameterKey]] = {}
         self.num_owners: Counter[nn.Parameter] = Counter()

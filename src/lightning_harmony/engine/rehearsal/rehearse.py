@@ -49,7 +49,7 @@ from lightning_harmony.engine.rehearsal.rehearsed_call import CallProfile, Measu
 from lightning_harmony.engine.rehearsal.work_by_layer import WorkByLayer
 from lightning_harmony.engine.rehearsal.work_counter import WorkCounter
 from lightning_harmony.engine.structures.strides import copied
-from lightning_harmony.errors import BorrowsModuleError
+from lightning_harmony.errors import BorrowsModuleError, LeavesGraphError
 from lightning_harmony.plan.outlook.work import LayerProfile, StepProfile, Work
 from lightning_harmony.plan.values.task import Phase
 
@@ -83,7 +83,7 @@ def rehearse(
             second = Rehearsal(model, lent, first.narrow)
             second.run(step, microbatch, casting)
             return second.profile(first)
-        except BorrowsModuleError as error:
+        except (BorrowsModuleError, LeavesGraphError) as error:
             if not borrowed.note(model, error):
                 raise
         finally:
@@ -97,7 +97,14 @@ class Rehearsal(Runtime):
         self._model = model
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._layers = [
-            SwappedLayer(index, layer.name, layer.module, list(layer.whole.parameters()), whole=layer.whole)
+            SwappedLayer(
+                index,
+                layer.name,
+                layer.module,
+                list(layer.whole.parameters()),
+                whole=layer.whole,
+                with_graphs=layer.with_graphs,
+            )
             for index, layer in enumerate(layers)
         ]
         for layer in self._layers:

@@ -99,7 +99,15 @@ def assemble(
     """
     root, traffic = devices[0], Traffic()
     swapped_layers = [
-        SwappedLayer(index, layer.name, layer.module, list(layer.whole.parameters()), compute_dtype, layer.whole)
+        SwappedLayer(
+            index,
+            layer.name,
+            layer.module,
+            list(layer.whole.parameters()),
+            compute_dtype,
+            layer.whole,
+            layer.with_graphs,
+        )
         for index, layer in enumerate(layers)
     ]
     refuse_too_large(swapped_layers, devices)
