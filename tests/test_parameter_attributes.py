@@ -410,3 +410,57 @@ class KeepsAView(nn.Module):
 def test_a_view_that_a_call_leaves_on_a_frozen_weight_follows_what_it_is_of(num_microbatches: int) -> None:
     """It kept the memory that it was found in on the device, and its values."""
     trained_twice(KeepsAView, num_microbatches, Grow())
+
+
+class AsksForLeaves(nn.Linear):
+    """A parameter is a leaf of the graph: a module takes nothing else as a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = nn.Linear(8, 8)
+        other.weight, other.bias = self.weight, self.bias
+        scale = 1.5 if self.weight.is_leaf and self.weight.grad_fn is None else 1.0
+        out: Tensor = scale * other(x)
+        return out
+
+
+class Leaves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[AsksForLeaves() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.blocks(x).pow(2).mean()
+        return loss
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_layers_find_leaves_in_their_weights(num_microbatches: int) -> None:
+    assert_same_training(Net(Leaves()), torch.randn(40, 8), num_microbatches=num_microbatches)
+
+
+class Hooks(AsksForLeaves):
+    """Registers a hook in its first call, which in plain Lightning sees the gradient of the parameter from then on."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.is_registered = how, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_registered:
+            self.is_registered = True
+            getattr(self.weight, self.how)(lambda gradient: None)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_layer_that_registers_a_hook_on_its_weight_is_refused(how: str) -> None:
+    net = Leaves()
+    net.blocks[1] = Hooks(how)
+    strategy = HarmonyStrategy(num_microbatches=1, layers=[AsksForLeaves])
+    with pytest.raises(
+        UnsupportedModelError, match=r"layer 'net\.blocks\.1' registers a hook on one of its parameters"
+    ):
+        train_harmony(Net(net), torch.randn(40, 8), strategy, 8, with_gradients=False)

@@ -205,7 +205,8 @@ def show(parameter: nn.Parameter, leaf: Tensor, refuse: Callable[[Tensor], None]
     shown._harmony_like = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
     if leaf.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
-            shown.register_hook(refuse)
+            # The code of a layer may register none.
+            Tensor.register_hook(shown, refuse)
     return shown  # type: ignore[no-any-return]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from types import new_class
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ class DataAssignedError(UnsupportedModelError):
 def make_resident(weight: nn.Parameter) -> nn.Parameter:
     """Let what is done to the data of a weight on a device count as a change of it, which swapping would lose.
 
+    Code finds a leaf, as a parameter is one: modules take no other tensor as a parameter. What of it is in a graph is not.
+
     Classes of composed ones may know no subclasses: where their parts are, `LayerCall` looks itself.
     """
     if is_composed(weight):
@@ -49,6 +51,10 @@ def _resident(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
     # A detached tensor counts its changes together with the weight.
     content = {
+        "is_leaf": property(lambda weight: True),
+        "grad_fn": property(lambda weight: None),
+        "register_hook": _refuse_hook,
+        "register_post_accumulate_grad_hook": _refuse_hook,
         "data": property(Tensor.detach, assign),
         "requires_grad": property(_NEEDS_GRADIENTS.__get__, _set_flag),  # type: ignore[arg-type]
         "requires_grad_": _set_flag,
@@ -71,6 +77,20 @@ def _set_flag(weight: Tensor, requires_grad: bool = True) -> Tensor:
             f"{tuple(weight.shape)}: say so before the step, as in on_train_batch_start"
         )
     return Tensor.requires_grad_(weight, requires_grad)
+
+
+def _refuse_hook(weight: Tensor, hook: Any) -> NoReturn:
+    """The weight of a call ends with it, and code that runs again would register the hook once more.
+
+    Raises:
+        UnsupportedModelError: in any case.
+    """
+    layer = layer_of_caller()
+    name = "" if layer is None else f" {layer.name!r}"
+    raise UnsupportedModelError(
+        f"layer{name} registers a hook on one of its parameters in its forward, of shape {tuple(weight.shape)}: register it "
+        "on the parameter before the fit, or use on_after_backward"
+    )
 
 
 def _is_same_view(one: Tensor, other: Tensor) -> bool:
