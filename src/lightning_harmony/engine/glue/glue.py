@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_harmony.engine.glue.equal_stand_ins import COMPARING, equal_stand_ins
+from lightning_harmony.engine.glue.pickled import Pickled
 from lightning_harmony.engine.glue.refusals import (
     GRADIENTS_ASKED,
     SETTING_FLAGS,
@@ -39,7 +40,7 @@ from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
 
 
-class StandIn(Tensor):
+class StandIn(Pickled):
     """What glue sees in place of a swapped parameter: device, dtype and shape of the real one, and one element.
 
     What is asked of it that needs no element is answered; for anything else the parameter is swapped in.
@@ -47,9 +48,6 @@ class StandIn(Tensor):
 
     # Apart from what user code has set on the parameter, which is set on the stand-in, too.
     __slots__ = ("_is_detached", "_parameter", "_runtime")
-    _parameter: nn.Parameter
-    _runtime: Runtime
-    _is_detached: bool
 
     @staticmethod
     def of(
@@ -178,7 +176,10 @@ _REFUSED = {
 _FIRST = ("input", "tensor", "self")
 
 # What they return shares the memory of what they are called with, and nobody sees it.
-_SHARING = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr}
+_SHARING = {
+    Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.storage, Tensor.untyped_storage, Tensor._typed_storage,
+    Tensor.data_ptr, Tensor.__reduce_ex__,
+}  # fmt: skip
 
 
 def _has_set_flag(stand_in: StandIn, flag: bool = True, *, requires_grad: bool | None = None) -> bool:
