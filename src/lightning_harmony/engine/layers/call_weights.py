@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from lightning_harmony.engine.layers.layer_call import LayerCall
 
 
+_IS_LEAF: Any = Tensor.is_leaf.__get__  # type: ignore[attr-defined]
+
+
 class CallWeights:
     """The weights of one call. It does not hold the call, which holds it: nothing would free the two at once.
 
@@ -169,7 +172,8 @@ class CallWeights:
             with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
                 return parameter.detach().to(place, copy=True)
 
-        if narrow.is_leaf or not narrow.requires_grad:
+        # Code of a layer finds a leaf in any case.
+        if _IS_LEAF(narrow) or not narrow.requires_grad:
             return NarrowUse(narrow, load)
         end, take = self._end, partial(self._gradients.take_wide, parameter)
 
