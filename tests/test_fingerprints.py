@@ -490,6 +490,80 @@ class OfALibrary(Chain):
         return _library.strength * super().through(x)
 
 
+class ReadsAnAttribute(Block):
+    """A layer that computes with a tensor that is no buffer."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.scale = torch.ones(rows, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x * self.scale[0].to(x.device))
+        return out
+
+
+class ChangesAnAttribute(nn.Module):
+    """Changes the tensor before the layer's call, or behind it."""
+
+    def __init__(self, how: str, rows: int, *, is_before: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last = Block(), ReadsAnAttribute(rows), Block()
+        self.how, self.is_before = how, is_before
+
+    def forward(self, batch: Sequence[Tensor]) -> Tensor:
+        x = self.first(batch[0])
+        if self.is_before:
+            self.change(x.detach())
+        x = self.second(x)
+        if not self.is_before:
+            self.change(x.detach())
+        loss: Tensor = self.last(x).pow(2).mean()
+        return loss
+
+    def change(self, x: Tensor) -> None:
+        scale = self.second.scale
+        match self.how:
+            case "through data":
+                scale.data.mul_(0.5).add_(float(x.mean()))
+            case "other data":
+                scale.data = scale * 0.5
+            case "through NumPy":
+                array = scale.numpy()
+                array *= 0.5
+            case "as statistics":
+                F.batch_norm(x.cpu().flatten(0, 1), scale[0], torch.ones(WIDTH), training=True)
+            case "assigned":
+                self.second.scale = scale * 0.5
+
+
+WAYS = ["through data", "other data", "through NumPy", "as statistics"]
+
+
+@pytest.mark.parametrize(("how", "rows"), combined(WAYS, [(1,), (512,)]))
+def test_an_unseen_change_of_a_tensor_behind_a_layer_that_has_found_it_is_refused(how: str, rows: int) -> None:
+    """The backward ran the layer with the changed tensor."""
+    strategy = HarmonyStrategy(num_microbatches=1, layers=[Block, ReadsAnAttribute])
+    with pytest.raises(
+        UnsupportedModelError, match="the tensor in the attribute 'scale' of a layer is changed between"
+    ):
+        train_harmony(
+            Net(ChangesAnAttribute(how, rows, is_before=False)), samples(STEPS), strategy, BATCH, with_gradients=False
+        )
+
+
+@pytest.mark.parametrize(
+    ("how", "is_before"), [*((how, True) for how in WAYS), ("assigned", True), ("assigned", False)]
+)
+def test_a_change_before_the_call_or_that_is_seen_gives_equal_bits(how: str, is_before: bool) -> None:
+    assert_same_training(
+        Net(ChangesAnAttribute(how, 1, is_before=is_before)),
+        samples(STEPS),
+        layers=[Block, ReadsAnAttribute],
+        batch_size=BATCH,
+        num_microbatches=MICROBATCHES,
+    )
+
+
 def test_modules_of_python_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of `transformers` was written down four times in a step, each time for 40 ms."""
     seen: list[Any] = []

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.containers import (
     Unchanged,
     changed_names,
@@ -23,6 +24,7 @@ from lightning_harmony.engine.structures.containers import (
     with_others,
 )
 from lightning_harmony.engine.structures.object_state import restore_of
+from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.seekable import Seekable, is_fixed, make_seekable
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.engine.structures.tree import is_parameter
@@ -53,12 +55,16 @@ class Attributes:
     Args:
         modules: those of a layer.
         swapped: of each, the names of the buffers that are swapped. What code registers, or first fills, later is not.
+        compares: whether to note what the tensors hold, for changes that no version tells.
 
     Attributes:
         objects: the other objects among them.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], swapped: Sequence[Collection[str]]) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], swapped: Sequence[Collection[str]], *, compares: bool = False
+    ) -> None:
+        self._compares = compares
         self._late_buffers = _late_buffers(modules, swapped)
         self._modules: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
@@ -110,6 +116,20 @@ class Attributes:
             if names := set(changed_names(then, now)):
                 yield attributes, names
 
+    def refuse_unseen_changes(self) -> None:
+        """Refuse what was changed since, and of which no version tells, in tensors that are compared.
+
+        Raises:
+            UnsupportedModelError: naming the attribute.
+        """
+        for kept in self._tensors.values() if self._compares else ():
+            kept.refuse_unseen_change()
+
+    def leave_own_changes(self) -> None:
+        """The layer's code has run: what it has changed unseen is for others to find, which name the layer."""
+        for kept in self._tensors.values() if self._compares else ():
+            kept.leave_own_change()
+
     def restore(self) -> None:
         """Make everything what it was, tensors that were changed in place by copies that take their places.
 
@@ -150,7 +170,7 @@ class Attributes:
         kind: Any = type(value)
         if issubclass(kind, Tensor):
             if not is_parameter(value):
-                self._tensors[id(value)] = _Kept(name, value)
+                self._tensors[id(value)] = _Kept(name, value, compares=self._compares)
         elif is_fixed(kind):
             for inner in value:
                 self._look_at(name, inner, seen)
@@ -195,7 +215,7 @@ class AttributesOfLayer:
         """The attributes as they are."""
         newest = self._newest
         if newest is None or not newest.are_current():
-            newest = Attributes(self._modules, self._swapped)
+            newest = Attributes(self._modules, self._swapped, compares=self.are_first_calls)
             self.may_hold_tensors = (self._has_read and self.may_hold_tensors) or not newest.are_plain
             self._has_read = True
             # Tensors are not kept for longer than a call needs them.
@@ -216,12 +236,14 @@ class AttributesOfLayer:
         if not self.are_first_calls and not self.may_hold_tensors:
             return None
         self._num_calls += 1
+        before.leave_own_changes()
         return before if before.are_current() else self.read()
 
     @contextmanager
     def as_they_were(self, before: Attributes) -> Iterator[None]:
         """Within the context they are what they were; what is done to them there is taken back."""
         now = self.read()
+        before.refuse_unseen_changes()
         if now is not before:
             before.restore()
         try:
@@ -242,7 +264,7 @@ def _late_buffers(modules: Sequence[nn.Module], swapped: Sequence[Collection[str
 class _Kept:
     """A tensor, and what it takes to have it again."""
 
-    def __init__(self, name: str, tensor: Tensor) -> None:
+    def __init__(self, name: str, tensor: Tensor, *, compares: bool) -> None:
         self.name = name
         self.tensor = tensor
         # Inference tensors count no versions, and are written to in inference mode alone.
@@ -252,9 +274,30 @@ class _Kept:
         is_watched = getattr(type(tensor), "tells_of_reads", False)
         with torch._C.DisableTorchFunctionSubclass() if is_watched else nullcontext():
             self._copy = copied(tensor.detach()) if small else None
+        # Fake ones hold nothing.
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+        self._checksum = _checksum(tensor) if compares and is_plain and self._version is not None else None
 
     def has_changed(self) -> bool:
         return self._version is not None and self.tensor._version != self._version
+
+    def _has_changed_unseen(self) -> bool:
+        if self._checksum is None or self.has_changed():
+            return False
+        with torch.inference_mode(False), Unseen():
+            return not torch.equal(self._checksum, _checksum(self.tensor))
+
+    def leave_own_change(self) -> None:
+        if self._has_changed_unseen():
+            self._checksum = None
+
+    def refuse_unseen_change(self) -> None:
+        if self._has_changed_unseen():
+            raise UnsupportedModelError(
+                f"the tensor in the attribute {self.name!r} of a layer is changed between a call of the layer and its "
+                "backward in a way that torch does not count, as through `.data` or NumPy, so that the call cannot run again: "
+                "assign a new tensor, or change it in a hook such as on_train_batch_end"
+            )
 
     def again(self) -> Tensor:
         if self._copy is None:
@@ -264,6 +307,11 @@ class _Kept:
                 "new tensor"
             )
         return copied(self._copy).requires_grad_(self.tensor.requires_grad)
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad(), Unseen():
+        return checksum(tensor)
 
 
 def _with_weights_of(content: Any, before: Any) -> Any:
