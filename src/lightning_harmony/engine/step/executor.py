@@ -94,8 +94,7 @@ class Executor:
     def __post_init__(self) -> None:
         self._cuda_devices = [d.torch_device.index for d in self.devices if isinstance(d.torch_device.index, int)]
         self.has_succeeded, self._is_short, self._num_expected = False, False, 0
-        self._evaluated_elements = -1
-        self._shares_weights: bool | None = None
+        self._evaluated_elements, self._shares_weights = -1, False
         self.step_plan = self.plan
 
     @property
@@ -186,7 +185,7 @@ class Executor:
 
     def begin_step(self) -> None:
         """A training step begins: what is counted and noted from now on is its own."""
-        if self._shares_weights is None:
+        if not self.has_succeeded:
             # Updates have such tensors of their own later on.
             self._shares_weights = self.store.shares_memory()
         self.traffic.reset()
