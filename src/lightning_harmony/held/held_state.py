@@ -290,13 +290,23 @@ def _holds_tensors(value: Any) -> bool:
     return issubclass(kind, Tensor) and not is_parameter(value)
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place; None where that is not counted."""
+    kind = type(tensor)
+    if kind is Tensor or getattr(kind, "tells_of_reads", False):
+        # That is no use of it. To be asked in Python whether it is takes a hundred times as long, in each turn.
+        with DisableTorchFunction():
+            return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else tensor._version
+
+
 def mark_of(value: Any) -> Any:
     """What changes when an object is changed in place; None where that cannot be told, or of one that cannot be."""
     kind = type(value)
     if kind in _UNMARKED or issubclass(kind, (nn.Module, ModuleType)):
         return None
     if issubclass(kind, Tensor):
-        return None if is_parameter(value) or value.is_inference() else value._version
+        return None if is_parameter(value) else version_of(value)
     if kind in LOCKS:
         return is_held(value)
     array = Access.of_array(value)

@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.structures.containers import MISSING
 from lightning_harmony.engine.structures.tree import tensors_of
 from lightning_harmony.held.files import by_identity
-from lightning_harmony.held.held_state import ALL, SWITCHED, Held
+from lightning_harmony.held.held_state import ALL, SWITCHED, Held, version_of
 from lightning_harmony.held.variables import StandIn
 
 # They write a tensor, or ask what it is, and compute nothing with what it holds.
@@ -32,15 +31,6 @@ _READ_NOTHING = frozenset(
 # Flags of classes, as CPython has them.
 _IMMUTABLE_TYPE, _HEAP_TYPE = 1 << 8, 1 << 9
 _ATTRIBUTES_WITH_DATA = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
-
-
-def version_of(tensor: Tensor) -> int | None:
-    """How often a tensor was changed in place; None where that is not counted."""
-    if type(tensor) is Tensor or type(tensor) is Watched:
-        # That is no use of it. To be asked in Python whether it is takes a hundred times as long, in each turn.
-        with DisableTorchFunction():
-            return None if tensor.is_inference() else tensor._version
-    return None if tensor.is_inference() else tensor._version
 
 
 _READERS = "_lightning_harmony_readers"

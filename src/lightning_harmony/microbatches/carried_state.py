@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from lightning_harmony.engine.structures.containers import MISSING
 from lightning_harmony.engine.structures.tree import is_parameter, tensors_of
 from lightning_harmony.held.equal_objects import COMPARED, are_equal_objects
-from lightning_harmony.held.held_state import ALL, Held, Kind
-from lightning_harmony.held.reads import Readers, Watched, version_of
+from lightning_harmony.held.held_state import ALL, Held, Kind, version_of
+from lightning_harmony.held.reads import Readers, Watched
 from lightning_harmony.held.walk import modules_of
 
 

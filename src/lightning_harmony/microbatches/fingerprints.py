@@ -35,8 +35,8 @@ from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.held.cached_functions import Cached, filling_of
 from lightning_harmony.held.files import is_users
-from lightning_harmony.held.held_state import FUNCTIONS, Held, is_plain, mark_of
-from lightning_harmony.held.reads import Watched, version_of
+from lightning_harmony.held.held_state import FUNCTIONS, Held, is_plain, mark_of, version_of
+from lightning_harmony.held.reads import Watched
 from lightning_harmony.held.variables import attributes_of, slots_of
 from lightning_harmony.held.walk import is_looked_into
 
