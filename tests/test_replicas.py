@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -398,6 +399,13 @@ def test_a_step_that_fails_on_another_device_is_undone() -> None:
     model, _ = fit(Failing, 2, 2)
     assert model.count == 2 * 2 * STEPS
     assert len(model.known) == 1
+
+
+def test_a_failed_step_that_other_nodes_have_heard_of_does_not_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did on this node alone, and what the nodes exchange next would have been of different steps."""
+    monkeypatch.setattr("lightning_harmony.fit.spread.num_collectives", itertools.count().__next__)
+    with pytest.raises(RuntimeError, match="Expected all tensors"):
+        fit(Failing, 2, 2)
 
 
 @pytest.mark.parametrize(
