@@ -131,7 +131,7 @@ class Molecules(pl.LightningModule):
         self.seen: list[Tensor] = []
 
     def on_validation_start(self) -> None:
-        self.look(torch.ones(2, WIDTH))
+        self.look(torch.ones(2, WIDTH, device=self.device))
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.look(batch)

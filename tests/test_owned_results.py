@@ -17,6 +17,7 @@ from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.layers.owned_results import OwnedResults
 from lightning_harmony.engine.model.host_store import lies_in
+from lightning_harmony.engine.model.weight_copies import WeightCopies
 from lightning_harmony.engine.structures.tree import tensors_of
 from support.nets import WIDTH
 from support.same_training import Net, assert_same_training, room, trainer_for
@@ -105,6 +106,11 @@ def weight() -> Tensor:
     return WEIGHTS.view(torch.float32)[2:6]
 
 
+def in_no_parameter() -> Any:
+    """A residency of weights that are no parameters."""
+    return SimpleNamespace(weights=WEIGHTS, device=VirtualDevice(None), parameter_at=lambda tensor: None)
+
+
 @pytest.mark.parametrize(
     "make",
     [lambda t: t, lambda t: (t, 3), lambda t: {"a": [t, t]}, lambda t: t.requires_grad_(), lambda t: t.view(2, 2).mT],
@@ -112,8 +118,7 @@ def weight() -> Tensor:
 )
 def test_what_lies_in_weights_is_copied(make: Any) -> None:
     given = make(weight())
-    residency: Any = SimpleNamespace(weights=WEIGHTS, device=VirtualDevice(None))
-    owned = OwnedResults(residency).value(given)
+    owned = OwnedResults(in_no_parameter(), WeightCopies("layer")).value(given)
     (before, *_), (tensor, *more) = tensors_of(given), tensors_of(owned)
     assert lies_in(before, WEIGHTS)
     assert not lies_in(tensor, WEIGHTS)
@@ -123,6 +128,5 @@ def test_what_lies_in_weights_is_copied(make: Any) -> None:
 
 
 def test_what_has_other_memory_is_returned_itself() -> None:
-    residency: Any = SimpleNamespace(weights=WEIGHTS, device=VirtualDevice(None))
     value = {"a": [torch.ones(2), None]}
-    assert OwnedResults(residency).value(value) is value
+    assert OwnedResults(in_no_parameter(), WeightCopies("layer")).value(value) is value
