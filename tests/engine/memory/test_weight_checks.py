@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -68,6 +69,21 @@ def test_the_pack_whose_weights_have_changed_is_named(packed: Packed, number: in
     packed.end()
     with pytest.raises(UnsupportedModelError, match=f"layer 'layer {number}' changes the data of a parameter"):
         packed.checks.refuse_changed()
+    packed.checks.refuse_changed()
+
+
+def test_what_is_compared_takes_memory_no_longer_than_that(packed: Packed) -> None:
+    """Checksums stayed on the device until the step's end, those of all visits."""
+    packed.begin()
+    checksums = []
+    for pack in packed.packs:
+        assert pack.residency is not None
+        assert pack.residency.checksum is not None
+        checksums.append(weakref.ref(pack.residency.checksum))
+    for pack in packed.packs:
+        packed.checks.end(pack)
+    assert [checksum() for checksum in checksums] == [None, None]
+    packed.checks.conclude()
     packed.checks.refuse_changed()
 
 

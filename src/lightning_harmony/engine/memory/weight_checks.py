@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -21,13 +22,11 @@ class _Compared(NamedTuple):
     Attributes:
         pack: its layers, in words.
         differ: whether they were changed, shape ().
-        before: their checksum from before, which must last until `event`.
         event: when it is known.
     """
 
     pack: str
     differ: Tensor
-    before: Tensor
     event: Event
 
 
@@ -46,6 +45,8 @@ class WeightChecks:
         self._device = device
         self._stream = device.side_stream()
         self._compared: list[_Compared] = []
+        # Checksums from before, which last until they are compared.
+        self._before = deque[tuple[Event, Tensor]]()
         # On the host: whether any differ, and when that is there.
         self._flag: Tensor | None = None
         self._told: Event | None = None
@@ -76,7 +77,10 @@ class WeightChecks:
             event = self._stream.submit_brief(compare, after)
         residency.beside.append(event)
         what = "layer" if len(pack.layers) == 1 else "one of the layers"
-        self._compared.append(_Compared(f"{what} {pack.name!r}", found[0], before, event))
+        self._compared.append(_Compared(f"{what} {pack.name!r}", found[0], event))
+        self._before.append((event, before))
+        while self._before and self._before[0][0].done():
+            self._before.popleft()
 
     def conclude(self) -> None:
         """All that was to be compared is: start to let the host know, which may go on meanwhile."""
@@ -102,6 +106,7 @@ class WeightChecks:
             return
         told.synchronize()
         compared, self._compared = self._compared, []
+        self._before.clear()
         assert self._flag is not None
         if not self._flag[0]:
             return
@@ -118,6 +123,7 @@ class WeightChecks:
         if self._told is not None:
             self._told.synchronize()
         self._compared, self._told = [], None
+        self._before.clear()
 
     def close(self) -> None:
         """Let the stream go."""
