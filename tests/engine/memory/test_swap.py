@@ -229,6 +229,8 @@ def test_what_lies_beside_frozen_weights_does_not_keep_their_memory(monkeypatch:
     )
     pack = SwappedPack(0, [layer], store)
     swapper.swap_in(pack)
+    # The copy is over, and who made it has let the memory go.
+    swapper.finish_reading()
     residency = pack.residency
     assert residency is not None
     swapper.evict(pack)
