@@ -37,8 +37,8 @@ from lightning_harmony.updating.hooks import (
 from lightning_harmony.updating.lookout import Lookout, is_out_of_sight
 from lightning_harmony.updating.reach import code_of, reaches
 
-# Whose code asks for optimizers where it needs them.
 _SHARED = "code keeps tensors in the memory of parameters"
+# Whose code asks for optimizers where it needs them.
 _OURS = (*LIGHTNING, "torch", "builtins")
 
 

@@ -40,11 +40,9 @@ class _Copy:
     def tensor(self) -> Tensor | None:
         """Itself, or one that has its memory; None if it has ended."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
-        return (
-            None
-            if storage is None
-            else torch.empty(0, dtype=self.view.dtype, device=storage.device).set_(storage, *self.where)
-        )
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=self.view.dtype, device=storage.device).set_(storage, *self.where)
 
     def note(self, copy: Tensor) -> None:
         """Note what it is now."""
