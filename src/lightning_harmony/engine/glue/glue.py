@@ -210,10 +210,7 @@ def _changed(stand_ins: Sequence[StandIn], func: Any, args: Any, kwargs: Any) ->
             parameter, value = args[0].parameter, args[1].use() if isinstance(args[1], StandIn) else args[1]
             now = there[parameter].copy_(value)
             # It would share its memory.
-            if (views := args[0]._runtime.views()) is not None:
-                views.note(value, parameter, partial(changed_in_step, args[0]))
-            if not is_composed(value):
-                args[0]._runtime.glue_layer(parameter).copies.note(value, now, parameter, now)
+            _note_copy(args[0], value, now, now)
             return None
         before = [_layout_of(tensor) for tensor in there.values()]
         func(tree_map_only(StandIn, lambda each: there[each.parameter], args[0]), *args[1:], **kwargs)
@@ -265,14 +262,19 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
         if of is None:
             return tensor
         view = cloned(tensor)
-        if not is_composed(held):
-            of._runtime.glue_layer(of.parameter).copies.note(view, held, of.parameter, real[id(of)])
-        if views is not None:
-            views.note(view, of.parameter, partial(changed_in_step, of))
+        _note_copy(of, view, held, real[id(of)])
         return view
 
-    views = stand_ins[0]._runtime.views()
     return tree_map_only(Tensor, owned, result)
+
+
+def _note_copy(stand_in: StandIn, copy: Tensor, original: Tensor, parameter: Tensor) -> None:
+    """Code has a copy in the place of a view of a parameter that is on the device: it is not to change, and to follow that."""
+    runtime = stand_in._runtime
+    if not (is_composed(copy) or is_composed(original)):
+        runtime.glue_layer(stand_in.parameter).copies.note(copy, original, stand_in.parameter, parameter)
+    if (views := runtime.views()) is not None:
+        views.note(copy, stand_in.parameter, partial(changed_in_step, stand_in))
 
 
 def _keeps_what_is_saved() -> bool:

@@ -15,7 +15,7 @@ from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.file_reads import FileReads
 from lightning_harmony.engine.memory.tensor_class import parameter_like, share_attributes
 from lightning_harmony.engine.model.host_pool import HostPool
-from lightning_harmony.engine.model.host_store import HostStore, Slot, begins_in, lay_out, views_in
+from lightning_harmony.engine.model.host_store import HostStore, Slot, lay_out, views_in
 from lightning_harmony.engine.model.layer import BufferKey, buffer_of, set_host_buffer
 from lightning_harmony.engine.model.pack import (
     LeavingBuffers,
@@ -25,7 +25,7 @@ from lightning_harmony.engine.model.pack import (
     SwappedPack,
 )
 from lightning_harmony.engine.model.resident_weight import make_resident
-from lightning_harmony.engine.structures.memory_users import ALONE, num_users, plain_tensors_in
+from lightning_harmony.engine.structures.memory_users import ALONE, begins_in, num_users, plain_tensors_in
 from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.parts import (
     are_alike,

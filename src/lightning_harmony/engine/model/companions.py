@@ -20,7 +20,7 @@ from torch._C import DisableTorchFunctionSubclass
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.keeping_places import Place, has_memory, places_of, places_within
 from lightning_harmony.engine.structures.containers import MISSING, Unchanged, changed_names, copied_content, put_value
-from lightning_harmony.engine.structures.memory_users import has_memory_alone, place_in_memory
+from lightning_harmony.engine.structures.memory_users import begins_in, has_memory_alone, place_in_memory
 from lightning_harmony.engine.structures.operations import viewed
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.errors import UnsupportedModelError
@@ -323,7 +323,11 @@ class Companions:
         for place in places:
             # What modules have themselves, calls own already: copies are there.
             for _, tensor in place.tensors() if place.owner is not None else ():
-                base = None if id(tensor) in own else next((b for b, at in there.items() if _lies_in(tensor, at)), None)
+                if id(tensor) in own:
+                    continue
+                memory = tensor.untyped_storage()._cdata
+                sharing = (each for each, at in there.items() if at.untyped_storage()._cdata == memory)
+                base = next((each for each in sharing if begins_in(tensor, there[each])), None)
                 if base is not None:
                     self._makes_views = True
                     view = View.of(tensor, base, there[base])
@@ -438,11 +442,3 @@ class _Bound:
 def _update(attributes: dict[str, Any], values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         put_value(attributes, name, value)
-
-
-def _lies_in(tensor: Tensor, leaf: Tensor) -> bool:
-    """Whether a tensor begins in a leaf, beside which others lie in the same memory."""
-    if tensor.untyped_storage()._cdata != leaf.untyped_storage()._cdata:
-        return False
-    offset = tensor.storage_offset() * tensor.element_size() - leaf.storage_offset() * leaf.element_size()
-    return bool(0 <= offset < leaf.nbytes)

@@ -16,7 +16,8 @@ from lightning_harmony.engine.devices.cores import run_anywhere
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.touched_memory import SharedMemory
 from lightning_harmony.engine.model.companions import Companions, beside_parameters
-from lightning_harmony.engine.structures.memory_users import ALONE, num_users, plain_tensors_in
+from lightning_harmony.engine.model.keeping_places import has_memory
+from lightning_harmony.engine.structures.memory_users import ALONE, begins_in, num_users, plain_tensors_in
 from lightning_harmony.engine.structures.operations import viewed
 from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of
 from lightning_harmony.engine.structures.strides import is_dense
@@ -41,12 +42,6 @@ def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
         return False
     # By identity: tensors without data have no address.
     return bool(tensor.untyped_storage()._cdata == buffer.untyped_storage()._cdata)
-
-
-def begins_in(tensor: Tensor, whole: Tensor) -> bool:
-    """Whether a tensor begins with an element of a dense one, or one within it. They have their storage in common."""
-    begin = whole.storage_offset() * whole.element_size()
-    return begin <= tensor.storage_offset() * tensor.element_size() < begin + max(whole.nbytes, 1)
 
 
 @dataclass(frozen=True)
@@ -278,8 +273,7 @@ class HostStore:
 
     def shares_memory(self) -> bool:
         """Whether others have the memory of parameters, too, where no update has begun."""
-        tensors = (each for each in self._slots if each.layout is torch.strided and not is_composed(each))
-        return any(num_users(each) > ALONE for each in tensors if each not in self.in_files)
+        return any(map(_has_other_users, self._slots.keys() - self.in_files))
 
     def _brings_home(self, part: Tensor, slot: Slot) -> bool:
         """Whether a tensor lies in its slot, into which it is brought if nobody keeps it elsewhere."""
@@ -321,14 +315,17 @@ def _shared(parameters: Iterable[nn.Parameter], own: Collection[Tensor]) -> set[
     Where devices are of another kind than the host, plain Lightning has moved parameters away from such tensors.
     """
     shared: dict[int, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        has_memory = parameter.layout is torch.strided and not (is_composed(parameter) or parameter.is_meta)
-        if has_memory and parameter.numel() and num_users(parameter) > ALONE:
-            shared.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
+    for parameter in filter(_has_other_users, parameters):
+        shared.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
     tensors = plain_tensors_in(shared) if shared else []
     others = [tensor for tensor in tensors if tensor not in own]
     found = ((tensor, p) for tensor in others for p in shared[tensor.untyped_storage()._cdata])
     return {parameter for tensor, parameter in found if begins_in(tensor, parameter) or begins_in(parameter, tensor)}
+
+
+def _has_other_users(parameter: Tensor) -> bool:
+    is_plain = has_memory(parameter) and not (is_composed(parameter) or parameter.is_meta)
+    return is_plain and num_users(parameter) > ALONE
 
 
 def _kind_of(tensor: Tensor | Slot) -> tuple[torch.dtype, torch.Size]:

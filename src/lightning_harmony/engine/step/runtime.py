@@ -22,7 +22,7 @@ from lightning_harmony.engine.layers.surroundings import Surroundings
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.stash import Alias, Stashed, is_small
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Launched, Transfers
-from lightning_harmony.engine.model.host_store import begins_in, lies_in
+from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffer_of, layer_of_caller
 from lightning_harmony.engine.model.pack import HasGraph, Residency
 from lightning_harmony.engine.step.changed_parameters import changing, keep
@@ -32,6 +32,7 @@ from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.swapped_model import SwappedModel
+from lightning_harmony.engine.structures.memory_users import begins_in
 from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.engine.structures.tree import tensors_of

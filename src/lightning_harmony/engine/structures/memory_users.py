@@ -38,6 +38,12 @@ def has_memory_alone(tensor: Tensor) -> bool:
     return num_users(tensor) <= ALONE + is_hidden
 
 
+def begins_in(tensor: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor begins with an element of a dense one, or one within it. They have their storage in common."""
+    begin = whole.storage_offset() * whole.element_size()
+    return begin <= tensor.storage_offset() * tensor.element_size() < begin + max(whole.nbytes, 1)
+
+
 def plain_tensors_in(memories: Collection[int]) -> list[Tensor]:
     """The tensors and parameters in some memories that Python code has, wherever it has them, apart from those of classes.
 
