@@ -19,22 +19,21 @@ class BorrowsModuleError(UnsupportedModelError):
         self.borrower, self.lender = borrower, lender
 
 
-class LeavesGraphError(UnsupportedModelError):
-    """The code of a layer leaves a tensor with a graph in one of its buffers.
+class UnswappableBufferError(UnsupportedModelError):
+    """A buffer of a layer may not be swapped with it.
 
     Args:
-        layer: the name of the layer.
+        does: what is done to the buffer.
+        why: what would be wrong.
         owner: the module that has the buffer.
         buffer: the name of the buffer.
     """
 
-    def __init__(self, layer: str, owner: object, buffer: str) -> None:
+    def __init__(self, does: str, why: str, owner: object, buffer: str) -> None:
         super().__init__(
-            f"layer {layer!r} leaves a tensor that needs gradients in its buffer {buffer!r}, but the buffer is swapped with "
-            "the layer, and no gradient would come through it to an earlier call: assign tensor.detach(), or do so from the "
-            "first step on"
+            f"{does}, but the buffer is swapped with its layer, and {why}, or do so from the first step on"
         )
-        self.owner, self.buffer = owner, buffer
+        self.does, self.owner, self.buffer = does, owner, buffer
 
 
 class CapacityError(RuntimeError):

@@ -23,7 +23,7 @@ from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.engine.updates.disk_home import DiskHome
-from lightning_harmony.errors import BorrowsModuleError, LeavesGraphError, UnsupportedModelError
+from lightning_harmony.errors import BorrowsModuleError, UnsupportedModelError, UnswappableBufferError
 from lightning_harmony.fit.evaluation import Evaluation
 from lightning_harmony.fit.garbage import LastingObjects
 from lightning_harmony.fit.signals import HeldSignals
@@ -93,7 +93,7 @@ class Swapped:
         self._lasting = LastingObjects()
         self._buffers_before: KeptBatch | None = None
         self._disk = DiskHome(settings.offload_dir)
-        self._borrowed = BorrowedModules()
+        self._borrowed, self._has_caught_up = BorrowedModules(), False
         # Closes the engine, once: where another set-up is refused, there is none when the Trainer ends.
         self._closing = ExitStack()
         try:
@@ -122,6 +122,10 @@ class Swapped:
     def catch_up(self) -> None:
         """Before a step, see to what was changed since the last one: other parameters need another set-up."""
         self._leave_lookout()
+        if not self._has_caught_up and self._torch_devices[0].type == "cpu":
+            # Elsewhere plain Lightning has others in the places of buffers.
+            self._borrowed.note_seen_buffers()
+        self._has_caught_up = True
         if self.engine.is_outdated():
             # A plan that was given is for the model as it was.
             self._set_up_anew(None)
@@ -201,7 +205,7 @@ class Swapped:
                 if before is not None:
                     before.let_go()
                 return output
-            except (BorrowsModuleError, LeavesGraphError) as error:
+            except (BorrowsModuleError, UnswappableBufferError) as error:
                 # What a step has changed of parameters would be changed once more, and other nodes do not begin anew.
                 now = [(version_of(parameter), parameter.grad) for parameter in parameters]
                 is_lasting = (
@@ -324,10 +328,10 @@ class Swapped:
         return self._trainer.lightning_module
 
 
-def _begins_anew(error: BorrowsModuleError | LeavesGraphError) -> str:
+def _begins_anew(error: BorrowsModuleError | UnswappableBufferError) -> str:
     """What a step has shown, and what follows from that."""
-    if isinstance(error, LeavesGraphError):
-        return f"{str(error).partition(', but ')[0]}: a step begins again, and from now on that buffer is not swapped"
+    if isinstance(error, UnswappableBufferError):
+        return f"{error.does}: a step begins again, and from now on that buffer is not swapped"
     return (
         f"{str(error).partition(': ')[0]}: a step begins again, and from now on each layer of that class has these weights, "
         "too, while it runs"

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
 
@@ -64,7 +64,8 @@ class Training:
     def __post_init__(self) -> None:
         self._interleaving = Interleaving(self.tree, self.trainer, self.engine)
         self._interleaving.listen()
-        self._readers = OptimizerReaders(self._interleaving.places, self._module, self.engine.modules_of_layers())
+        of_layers = chain.from_iterable(self.engine.modules_of_layers())
+        self._readers = OptimizerReaders(self._interleaving.places, self._module, of_layers)
         self.deferred.policy.default_dtypes = self._interleaving.default_dtypes
         self._budget = HostBudget(self.engine, self.trainer, self.deferred.policy)
         # Where nothing says it, the fewest that fit. Of several devices each has one to run, and one to wait for.

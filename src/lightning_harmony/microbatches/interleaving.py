@@ -86,10 +86,9 @@ class Interleaving:
         self.places = Places(self._model, partial(_beside_the_model, trainer, self._batch))
         self._attributes = LaneAttributes(self.places, self._known)
         self._ends = MicrobatchEnds(self.places)
-        of_layers = list(engine.modules_of_layers())
-        metrics = CountedOnce(
-            metric for metric in metrics_of(self._model) if all(metric is not each for each in of_layers)
-        )
+        of_layers = engine.modules_of_layers()
+        own = {id(module) for modules in of_layers for module in modules}
+        metrics = CountedOnce(metric for metric in metrics_of(self._model) if id(metric) not in own)
         self._elsewhere = StateElsewhere(self.places, of_layers, engine.objects_with_weights, metrics)
         # What layers change when they run again in the first step of one microbatch, of which nothing else tells.
         self._silent: Fingerprints | None = None

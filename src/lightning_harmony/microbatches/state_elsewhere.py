@@ -1,15 +1,16 @@
 """What layers' code finds elsewhere than on their modules when it is called: its recompute finds that, and leaves no trace.
 
-Objects, variables of closures, attributes of functions, classes and modules that are in no layer, and globals. The layer's
-own code may change them, as one that counts its calls, or the code between layers, as one that sets a scale for each. They are
-looked at before each call, all in one go, since most never change, and kept for its recompute: of what has changed, copies of
-the tensors, large ones in the stash. A large one that is changed in place for the first time after a call is refused, if
-the code reads it when it runs again. What a call makes, and leaves there, is looked at from the next one on.
+Objects, variables of closures, globals, and attributes of functions, classes and modules: of those that are in no layer, or
+that other code finds, too, as a layer does that has another one in a list. The layer's own code may change them, as one that
+counts its calls, or the code between layers, as one that sets a scale for each. They are looked at before each call, all in
+one go, since most never change, and kept for its recompute: of what has changed, copies of the tensors, large ones in the
+stash. A large one that is changed in place for the first time after a call is refused, if the code reads it when it runs
+again. What a call makes, and leaves there, is looked at from the next one on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,13 +21,15 @@ from torch._C import DisableTorchFunctionSubclass
 
 from lightning_harmony.engine.layers.runtime import FoundAtCall, ObjectsOfCall, OnCall
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
-from lightning_harmony.engine.memory.stash import Stashed, is_small
+from lightning_harmony.engine.memory.stash import is_small
 from lightning_harmony.engine.model.derived import OutOfReach
 from lightning_harmony.engine.structures.containers import entries_of, num_kept, others_for, with_others
+from lightning_harmony.engine.structures.memory_users import memory_of
 from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.held.cached_functions import CacheThen, cached_in, filling_of
+from lightning_harmony.held.found_elsewhere import FoundElsewhere
 from lightning_harmony.held.held_state import Held, Kind, Marks, joint_marks
 from lightning_harmony.held.places import Places, Together
 from lightning_harmony.held.variables import Chosen
@@ -49,19 +52,29 @@ class _Moment:
         # The other tensors, and how often each was changed in place.
         self._same = Marks()
         self._versions: list[int] = []
+        # The memory of tensors that are what they were when code runs again, by identity.
+        self._staying: Collection[int] = ()
 
-    def keep(self, held: Held, copies: Callable[[Tensor], KeptTensor | None], first: int | None) -> None:
+    def keep(
+        self,
+        held: Held,
+        copies: Callable[[Tensor], KeptTensor | None],
+        first: int | None,
+        staying: Collection[int] = (),
+    ) -> None:
         """Keep it for recomputes.
 
         Args:
             held: the place, which was looked at.
             copies: makes a copy of a tensor; None of one that stays what it is.
             first: from which number of a list on tensors may be copied; None for none anywhere.
+            staying: the memory of buffers that are then what they are now.
         """
+        self._staying = staying
         copied = set[int]()
 
         def keep(tensor: Tensor) -> Any:
-            if (copy := copies(tensor)) is None:
+            if (staying and memory_of(tensor) in staying) or (copy := copies(tensor)) is None:
                 return tensor
             copied.add(id(tensor))
             return copy
@@ -84,7 +97,11 @@ class _Moment:
         content, kept, versions = self._content, self._kept, self._same.versions()
         if versions != self._versions:
             then_and_now = zip(self._same.tensors, self._versions, versions, strict=True)
-            changed = {id(tensor) for tensor, then, now in then_and_now if then != now}
+            changed = {
+                id(tensor)
+                for tensor, then, now in then_and_now
+                if then != now and not (self._staying and memory_of(tensor) in self._staying)
+            }
             unless_changed = partial(_unless_changed, held.name, changed)
             content = with_others(content, others_for(entries_of(content), Tensor, unless_changed))
             kept = {name: content[name] for name in kept}
@@ -114,7 +131,7 @@ class StateElsewhere:
 
     Args:
         places: all that steps may change.
-        of_layers: the modules of layers: their own attributes are looked at with these.
+        of_layers: the modules of each layer: their own attributes are looked at with these.
         with_weights: gives the attributes of objects that keep weights of layers, by their identities: so are they.
         metrics: those of no layer.
 
@@ -123,10 +140,14 @@ class StateElsewhere:
     """
 
     def __init__(
-        self, places: Places, of_layers: Iterable[nn.Module], with_weights: Callable[[], set[int]], metrics: CountedOnce
+        self,
+        places: Places,
+        of_layers: Iterable[Iterable[nn.Module]],
+        with_weights: Callable[[], set[int]],
+        metrics: CountedOnce,
     ) -> None:
         self._places, self._metrics = places, metrics
-        self._of_layers, self._with_weights = {id(module) for module in of_layers}, with_weights
+        self._modules, self._with_weights = FoundElsewhere(of_layers), with_weights
         self._excluded: set[int] = set()
         self.default_dtypes: set[torch.dtype] = set()
         self._dtype_outside = torch.get_default_dtype()
@@ -203,6 +224,7 @@ class StateElsewhere:
         together, excluded = self._together, self._with_weights()
         if together is None or self._all is not contents.places or excluded != self._excluded:
             self._all, self._excluded = contents.places, excluded
+            self._modules.look(self._all)
             self._together = together = Together([*filter(self._is_elsewhere, self._all), *self._cached_by_layers()])
         together.look()
         held = together.places
@@ -219,15 +241,15 @@ class StateElsewhere:
         if held.key in self._excluded or held.is_of_threads:
             return False
         if held.kind is Kind.MODULE:
-            return id(held.owner) not in self._of_layers
+            return not self._modules.is_of_layer_alone(held.owner)
         # Hooks are called by no layer's code alone. Containers among a layer's attributes are looked at with these.
-        is_of_layer = held.root is not None and id(held.root[0]) in self._of_layers and not held.is_shared
+        is_of_layer = held.root is not None and not held.is_shared and self._modules.is_of_layer_alone(held.root[0])
         return held.kind is Kind.OBJECT or (held.kind is Kind.CONTAINER and not is_of_layer)
 
     def _cached_by_layers(self) -> Iterator[Held]:
         """The functions with a cache among the attributes of layers' modules."""
         for held in self._all:
-            if held.cached and held.kind is Kind.MODULE and id(held.owner) in self._of_layers:
+            if held.cached and held.kind is Kind.MODULE and not self._is_elsewhere(held):
                 yield Held(held.name, Chosen(held.content, [name for name, _ in held.cached]), Kind.OBJECT)
 
     def _changed_in_place(self) -> set[int]:
@@ -303,7 +325,7 @@ class StateElsewhere:
             self._new.add(number)
             self._mark(number, held)
 
-    def _keep(self, stash: Callable[[Tensor], Stashed], number: int, held: Held, moment: _Moment) -> None:
+    def _keep(self, objects: ObjectsOfCall, number: int, held: Held, moment: _Moment) -> None:
         """Keep what is in a place for the backward: copies of the tensors that may be changed before."""
         is_changed_in_place, has_changed = held.name in self._in_place, number in self._changed
 
@@ -315,13 +337,13 @@ class StateElsewhere:
             if not may_change:
                 return None
             # The user may change the tensor itself before it is in the stash. Of a small one, a copy is kept.
-            return KeptTensor(stash(detached(tensor) if is_small(tensor) else copied(detached(tensor))), tensor)
+            return KeptTensor(objects.stash(detached(tensor) if is_small(tensor) else copied(detached(tensor))), tensor)
 
         first: int | None = 0 if is_changed_in_place or self._copies_all else None
         if first is None and has_changed:
             # Not the tensors of all batches before, in a list that grows.
             first = self._num_old.get(number, 0)
-        moment.keep(held, copies, first if held.has_tensors else None)
+        moment.keep(held, copies, first if held.has_tensors else None, objects.staying)
 
     def _at_call(self, objects: ObjectsOfCall) -> FoundAtCall:
         if (dtype := torch.get_default_dtype()) is not self._dtype_outside:
@@ -332,17 +354,22 @@ class StateElsewhere:
             found, together = self._look(objects.held), self._looked_at()
             for number in self._new:
                 held = together.places[number]
-                self._keep(objects.stash, number, held, found[number])
+                self._keep(objects, number, held, found[number])
             self._new.clear()
-            kept = self._kept_of(objects.stash, objects.again)
+            kept = self._kept_of(objects)
             restore = self._restoring(together, objects.given)
         return FoundAtCall(restore, partial(self._as_it_was, self._step, together, found, kept))
 
-    def _kept_of(self, stash: Callable[[Tensor], Stashed], values: Iterable[Any]) -> list[tuple[Held, _Moment]]:
+    def _kept_of(self, objects: ObjectsOfCall) -> list[tuple[Held, _Moment]]:
         """What some objects lead to that a layer is called with, and finds in them when it runs again."""
-        kept = [(held, _Moment()) for held in _places_of(values)]
+        kept = [(held, _Moment()) for held in _places_of(objects.again)]
         for held, moment in kept:
-            moment.keep(held, lambda each: KeptTensor(stash(detached(each)), each) if is_small(each) else None, 0)
+            moment.keep(
+                held,
+                lambda each: KeptTensor(objects.stash(detached(each)), each) if is_small(each) else None,
+                0,
+                objects.staying,
+            )
         return kept
 
     def _restoring(self, together: Together, given: Iterable[Any]) -> Callable[[], str | None]:

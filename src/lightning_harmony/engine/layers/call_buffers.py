@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lightning_harmony.engine.layers.saved_tensors import Saves
-from lightning_harmony.engine.model.layer import BufferKey, ParameterKey, SwappedLayer
+from lightning_harmony.engine.model.layer import BufferKey, ParameterKey, SwappedLayer, buffer_of
 from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.structures.memory_users import ALONE, memory_of, num_holders, num_users, with_others
 from lightning_harmony.engine.structures.parts import are_equal, parts_of
 from lightning_harmony.engine.structures.strides import copied
-from lightning_harmony.errors import LeavesGraphError, UnsupportedModelError
+from lightning_harmony.errors import UnsupportedModelError, UnswappableBufferError
 
 
 class CallBuffers:
@@ -67,26 +68,25 @@ class CallBuffers:
         self._versions = {key: tensor._version for key, tensor in self.bound.items()}
         self._extents = {key: _extent(tensor) for key, tensor in found.items() if key not in self._apart}
 
-    def take_over(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> dict[BufferKey, Tensor]:
+    def take_over(
+        self, residency: Residency, left: Mapping[BufferKey, Tensor | None], saves: Saves
+    ) -> dict[BufferKey, Tensor]:
         """Let the pack have those that the layer changed or replaced.
 
         Args:
             residency: of the pack.
             left: what the layer had after the call.
+            saves: what the call's graph has saved.
 
         Returns:
             These, as the pack has them now.
 
         Raises:
-            UnsupportedModelError: if the layer has made one larger in its memory, deleted one, or left a graph in one.
+            UnsupportedModelError: if the layer has made one larger in its memory, deleted one, left a graph in one, or changed
+                one in place that others see.
         """
         layer = self._layer
-        for (_, name), tensor in left.items():
-            if tensor is None:
-                raise UnsupportedModelError(
-                    f"layer {layer.name!r} deletes its buffer {name!r} or makes it None, but it is swapped with the layer: do "
-                    "that before the fit, or assign an empty tensor"
-                )
+        self._refuse_deleted(left)
         self._refuse_grown(left)
         self._refuse_graphs(left)
         if self._is_unknown:
@@ -94,6 +94,7 @@ class CallBuffers:
         counted, statistics = self._counted(left)
         self._uncounted = [key for key in left if _is_statistic(key) and key not in statistics]
         changed = [key for key in left if key in counted or _is_statistic(key) or key in layer.unversioned_buffers]
+        self._refuse_seen(changed, residency, left, saves)
         if self._drops:
             self._keep(changed, residency)
             return {}
@@ -136,7 +137,40 @@ class CallBuffers:
     def _refuse_graphs(self, left: Mapping[BufferKey, Tensor | None]) -> None:
         for key, tensor in left.items():
             if tensor is not None and tensor.requires_grad and not isinstance(key, ParameterKey):
-                raise LeavesGraphError(self._layer.name, *key)
+                does = f"layer {self._layer.name!r} leaves a tensor that needs gradients in its buffer {key[1]!r}"
+                why = "no gradient would come through it to an earlier call: assign tensor.detach()"
+                raise UnswappableBufferError(does, why, *key)
+
+    def _refuse_seen(
+        self,
+        changed: Iterable[BufferKey],
+        residency: Residency,
+        left: Mapping[BufferKey, Tensor | None],
+        saves: Saves,
+    ) -> None:
+        """Refuse to change in place what others have, or have tensors in the memory of."""
+        layer = self._layer
+        for key in changed:
+            if self.bound[key] is not left[key] and self.bound[key]._version == self._versions[key]:
+                # Replaced.
+                continue
+            layer.refilled_buffers.add(key)
+            if key not in self._apart or type(self.bound[key]) is not Tensor or isinstance(key, ParameterKey):
+                continue
+            is_seen = key in layer.seen_buffers or num_holders(self.bound, key) > 1 + (left[key] is self.bound[key])
+            places = [self.bound[key]]
+            if residency.device.torch_device.type == "cpu":
+                places.append(buffer_of(key))
+            if is_seen or any(_has_other_users(each, saves) for each in places):
+                raise layer.seen_change(key)
+
+    def _refuse_deleted(self, left: Mapping[BufferKey, Tensor | None]) -> None:
+        for (_, name), tensor in left.items():
+            if tensor is None:
+                raise UnsupportedModelError(
+                    f"layer {self._layer.name!r} deletes its buffer {name!r} or makes it None, but it is swapped with the "
+                    "layer: do that before the fit, or assign an empty tensor"
+                )
 
     def as_they_were(self) -> dict[BufferKey, Tensor]:
         """What the recompute finds of those that calls change; what it does to these is dropped.
@@ -198,6 +232,15 @@ class CallBuffers:
             for content in [each.content for each in saves.alive() if each.content is not None]:
                 if content.untyped_storage()._cdata in memory:
                     content.untyped_storage().copy_(last.untyped_storage())
+
+
+def _has_other_users(tensor: Tensor, saves: Saves) -> bool:
+    """Whether Python code has tensors in the memory of one, apart from what a graph has saved."""
+    if num_users(tensor) <= ALONE:
+        return False
+    saved = [content for each in saves.alive() if (content := each.content) is not None]
+    own = [content for content in saved if memory_of(content) == memory_of(tensor)]
+    return num_users(tensor) > ALONE + len(own) and bool(with_others([tensor], own))
 
 
 def _copies(tensors: Mapping[BufferKey, Tensor]) -> dict[BufferKey, Tensor]:

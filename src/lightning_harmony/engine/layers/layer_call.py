@@ -158,7 +158,7 @@ class LayerCall:
             self._saves.clear()
         if with_graph:
             recompute.note_inputs()
-        has_changed = recompute.take_over(residency, left)
+        has_changed = recompute.take_over(residency, left, self._saves)
         if watch is not None and not self._found.replaced and (recompute.has_inputs or not has_changed):
             self._try_narrow(watch, flatten(result)[0])
         owned = self._owned(result)
@@ -187,7 +187,7 @@ class LayerCall:
             is_ours = isinstance(error, UnsupportedModelError | CapacityError | torch.OutOfMemoryError)
             # The step may catch it and go on: what the layer has changed until then is changed.
             if not is_ours and hidden_shortage(error) is None:
-                recompute.take_over(residency, left)
+                recompute.take_over(residency, left, self._saves)
             raise
         self._found, is_again = before.after(self._weights, failed or self._begun, with_graph=self._with_graph)
         return result, left, is_again

@@ -84,11 +84,13 @@ class Recompute:
         if is_certain:
             again = [leaf for leaf in self._objects if not isinstance(leaf, StashedObject | NoneType)]
             given = self._arguments.given if with_graph else ()
-            objects = ObjectsOfCall(given, again, self.attributes.objects, self._runtime.stash)
+            staying, stash = self._layer.attributes.staying.memory(), self._runtime.stash
+            objects = ObjectsOfCall(given, again, self.attributes.objects, stash, staying)
             found = self._runtime.listeners.on_call(objects)
             self._random, self._ambient = RandomState.capture(residency.cuda_index), AmbientState()
         self._restore, self._elsewhere = found
         self._states = list(map(_state, self._arguments.tensors))
+        self._staying = self._layer.attributes.staying.look()
         last_filled = self._runtime.last_filled() if self._layer.buffers else {}
         self._buffers = CallBuffers(self._layer, residency, last_filled, copies=with_graph, drops=self._is_again)
 
@@ -112,9 +114,9 @@ class Recompute:
         """Those that the call finds."""
         return self._buffers.bound
 
-    def take_over(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> bool:
+    def take_over(self, residency: Residency, left: Mapping[BufferKey, Tensor | None], saves: Saves) -> bool:
         """Let the pack have the buffers that the layer has changed; whether it has changed any, or maybe an input."""
-        changed = self._buffers.take_over(residency, left) if left else {}
+        changed = self._buffers.take_over(residency, left, saves) if left else {}
         self._refuse_buffers_of_earlier_calls()
         if changed:
             self._runtime.show_changed_buffers(self._layer, changed, False)
@@ -204,7 +206,8 @@ class Recompute:
             self._layer.holding({} if counts else self._buffers.as_they_were()),
         ):
             attributes = self._layer.attributes.as_they_were(self.attributes)
-            with self._ambient.entered(), self._runtime.recomputing(), attributes, self._elsewhere():
+            staying = self._layer.attributes.staying.as_they_were(self._staying)
+            with self._ambient.entered(), self._runtime.recomputing(), attributes, self._elsewhere(), staying:
                 return self._ambient.run(own, *args, **kwargs)
 
     def fill_again(self, saves: Saves) -> None:

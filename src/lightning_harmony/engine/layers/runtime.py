@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -30,12 +30,14 @@ class ObjectsOfCall(NamedTuple):
         again: the same objects of that, of which there are no copies, are given to it when it runs again.
         held: those among its attributes.
         stash: keeps a tensor for when it runs again.
+        staying: the memory of buffers that are then what they are now, by identity.
     """
 
     given: Sequence[Any]
     again: Sequence[Any]
     held: Sequence[Any]
     stash: Callable[[Tensor], Stashed]
+    staying: Collection[int]
 
 
 class FoundAtCall(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.model.staying_buffers import StayingBuffers
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.containers import (
     Unchanged,
@@ -23,6 +24,7 @@ from lightning_harmony.engine.structures.containers import (
     put_content,
     with_others,
 )
+from lightning_harmony.engine.structures.memory_users import memory_of
 from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.seekable import Seekable, is_fixed, make_seekable
@@ -55,6 +57,7 @@ class Attributes:
     Args:
         modules: those of a layer.
         swapped: of each, the names of the buffers that are swapped. What code registers, or first fills, later is not.
+        staying: those of any layer that stay where they are. Tensors in their memory are left to these.
         compares: whether to note what the tensors hold, for changes that no version tells.
 
     Attributes:
@@ -62,7 +65,12 @@ class Attributes:
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], swapped: Sequence[Collection[str]], *, compares: bool = False
+        self,
+        modules: Sequence[nn.Module],
+        swapped: Sequence[Collection[str]],
+        staying: StayingBuffers,
+        *,
+        compares: bool = False,
     ) -> None:
         self._compares = compares
         self._late_buffers = _late_buffers(modules, swapped)
@@ -71,6 +79,7 @@ class Attributes:
         self._tensors: dict[int, _Kept] = {}
         self._restores: list[Callable[[], None]] = []
         self.objects: list[Any] = []
+        self._staying = staying.memory() if staying else set()
         seen: set[int] = set()
         for module in modules:
             attributes = vars(module)
@@ -170,7 +179,8 @@ class Attributes:
         kind: Any = type(value)
         if issubclass(kind, Tensor):
             if not is_parameter(value):
-                self._tensors[id(value)] = _Kept(name, value, compares=self._compares)
+                stays = bool(self._staying) and memory_of(value) in self._staying
+                self._tensors[id(value)] = _Kept(name, value, compares=self._compares, stays=stays)
         elif is_fixed(kind):
             for inner in value:
                 self._look_at(name, inner, seen)
@@ -197,6 +207,7 @@ class AttributesOfLayer:
 
     Attributes:
         may_hold_tensors: whether tensors were ever among them, as far as is known.
+        staying: the buffers of any layer that stay where they are: the same for all layers.
 
     Args:
         modules: those of the layer.
@@ -205,6 +216,7 @@ class AttributesOfLayer:
 
     def __init__(self, modules: Sequence[nn.Module], buffers: Collection[tuple[nn.Module, str]]) -> None:
         self._swapped = [{name for owner, name in buffers if owner is module} for module in modules]
+        self.staying = StayingBuffers()
         self.may_hold_tensors = True
         self._num_calls = 0
         self._has_read = False
@@ -215,7 +227,7 @@ class AttributesOfLayer:
         """The attributes as they are."""
         newest = self._newest
         if newest is None or not newest.are_current():
-            newest = Attributes(self._modules, self._swapped, compares=self.are_first_calls)
+            newest = Attributes(self._modules, self._swapped, self.staying, compares=self.are_first_calls)
             self.may_hold_tensors = (self._has_read and self.may_hold_tensors) or not newest.are_plain
             self._has_read = True
             # Tensors are not kept for longer than a call needs them.
@@ -264,11 +276,11 @@ def _late_buffers(modules: Sequence[nn.Module], swapped: Sequence[Collection[str
 class _Kept:
     """A tensor, and what it takes to have it again."""
 
-    def __init__(self, name: str, tensor: Tensor, *, compares: bool) -> None:
+    def __init__(self, name: str, tensor: Tensor, *, compares: bool, stays: bool) -> None:
         self.name = name
         self.tensor = tensor
         # Inference tensors count no versions, and are written to in inference mode alone.
-        self._version = None if tensor.is_inference() else tensor._version
+        self._version = None if stays or tensor.is_inference() else tensor._version
         small = self._version is not None and tensor.numel() * tensor.element_size() <= _SMALL_BYTES
         # Whether user code reads it may be watched, by its class.
         is_watched = getattr(type(tensor), "tells_of_reads", False)

@@ -1,4 +1,4 @@
-"""What a step shows of layers: modules that their code uses though they are no parts of them, and buffers with graphs."""
+"""What steps show of layers: modules that their code uses though they are no parts of them, and buffers that must stay."""
 
 from __future__ import annotations
 
@@ -8,27 +8,35 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_harmony.engine.model.decompose import Layer
-from lightning_harmony.errors import BorrowsModuleError, LeavesGraphError
+from lightning_harmony.engine.model.layer import BufferKey, buffers_of
+from lightning_harmony.engine.structures.memory_users import num_holders
+from lightning_harmony.errors import BorrowsModuleError, UnswappableBufferError
 
 
 class BorrowedModules:
-    """What steps have shown: the layers of a class are given the same modules, and have the same buffers to themselves."""
+    """What steps have shown: the layers of a class are given the same modules, and the same buffers of theirs stay."""
 
     def __init__(self) -> None:
-        self._with_graphs: frozenset[tuple[type, str]] = frozenset()
+        self._unswapped: frozenset[tuple[type, str]] = frozenset()
         self._of_classes: dict[type[nn.Module], dict[int, nn.Module]] = {}
         self._layers: Sequence[Layer] = ()
+        self._seen_buffers: set[BufferKey] = set()
 
-    def note(self, root: nn.Module, error: BorrowsModuleError | LeavesGraphError) -> bool:
+    def note_seen_buffers(self) -> None:
+        """No step has run: note the buffers of layers that others have, too. Whoever watches steps will have all of them."""
+        keys = (key for layer in self._layers for key in buffers_of(layer.whole))
+        self._seen_buffers.update(key for key in keys if num_holders(key[0]._buffers, key[1]) > 1)
+
+    def note(self, root: nn.Module, error: BorrowsModuleError | UnswappableBufferError) -> bool:
         """Note what a step has shown; whether it is new, and, where it is a module, one of its own that can be lent.
 
         Args:
             root: the model.
             error: what it has shown.
         """
-        if isinstance(error, LeavesGraphError):
-            known, self._with_graphs = self._with_graphs, self._with_graphs | {(type(error.owner), error.buffer)}
-            return known != self._with_graphs
+        if isinstance(error, UnswappableBufferError):
+            known, self._unswapped = self._unswapped, self._unswapped | {(type(error.owner), error.buffer)}
+            return known != self._unswapped
         borrower, lender = root.get_submodule(error.borrower), error.lender
         if not isinstance(lender, nn.Module):
             lender = root.get_submodule(str(lender))
@@ -50,5 +58,5 @@ class BorrowedModules:
             own = {id(each) for each in layer.module.modules()}
             others = self._of_classes.get(type(layer.module), {})
             borrowed = tuple(each for key, each in others.items() if key not in own)
-            found.append(replace(layer, borrowed=borrowed, with_graphs=self._with_graphs))
+            found.append(replace(layer, borrowed=borrowed, unswapped=self._unswapped, seen_buffers=self._seen_buffers))
         return found

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
-from lightning_harmony.engine.model.keeping_places import Place, has_memory, places_of, places_within
+from lightning_harmony.engine.model.keeping_places import Place, places_of, places_within
 from lightning_harmony.engine.structures.containers import MISSING, Unchanged, changed_names, copied_content, put_value
-from lightning_harmony.engine.structures.memory_users import begins_in, has_memory_alone, place_in_memory
+from lightning_harmony.engine.structures.memory_users import begins_in, has_memory, has_memory_alone, place_in_memory
 from lightning_harmony.engine.structures.operations import viewed
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.errors import UnsupportedModelError

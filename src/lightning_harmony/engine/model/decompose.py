@@ -27,8 +27,10 @@ class Layer:
     module: nn.Module
     borrowed: tuple[nn.Module, ...] = ()
     """Modules elsewhere that its code uses, too."""
-    with_graphs: frozenset[tuple[type, str]] = frozenset()
-    """Buffers in which its code leaves graphs, by the classes of the modules that have them: they are not swapped."""
+    unswapped: frozenset[tuple[type, str]] = frozenset()
+    """Buffers that stay where code finds them, by the classes of the modules that have them."""
+    seen_buffers: Collection[tuple[nn.Module, str]] = ()
+    """Buffers of any layers that others have, too."""
 
     @property
     def whole(self) -> nn.Module:

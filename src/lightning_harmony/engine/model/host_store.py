@@ -16,8 +16,7 @@ from lightning_harmony.engine.devices.cores import run_anywhere
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.touched_memory import SharedMemory
 from lightning_harmony.engine.model.companions import Companions, beside_parameters
-from lightning_harmony.engine.model.keeping_places import has_memory
-from lightning_harmony.engine.structures.memory_users import ALONE, begins_in, num_users, plain_tensors_in
+from lightning_harmony.engine.structures.memory_users import ALONE, has_other_users, num_users, with_others
 from lightning_harmony.engine.structures.operations import viewed
 from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of
 from lightning_harmony.engine.structures.strides import is_dense
@@ -196,7 +195,8 @@ class HostStore:
         if device.torch_device.type == "cpu":
             own = {tensor for each in companions for tensor in each.tensors()}.union(parameters)
             with_views = {parameter for each in companions for parameter in each.with_views}
-            self.elsewhere |= _shared([p for p in parameters if p not in self.in_files | with_views], own)
+            # Elsewhere plain Lightning has moved parameters away from such tensors.
+            self.elsewhere |= with_others([p for p in parameters if p not in self.in_files | with_views], own)
         parameters, others = [p for p in parameters if p not in self.in_files], list(in_files)
         slots, self.num_bytes = lay_out(parameters, beside=self.beside)
         # As if they lay behind the arena.
@@ -273,7 +273,7 @@ class HostStore:
 
     def shares_memory(self) -> bool:
         """Whether others have the memory of parameters, too, where no update has begun."""
-        return any(map(_has_other_users, self._slots.keys() - self.in_files))
+        return any(map(has_other_users, self._slots.keys() - self.in_files))
 
     def _brings_home(self, part: Tensor, slot: Slot) -> bool:
         """Whether a tensor lies in its slot, into which it is brought if nobody keeps it elsewhere."""
@@ -307,25 +307,6 @@ class HostStore:
     def close(self) -> None:
         """Unregister the arena. Parameters stay views of it, ordinary host tensors."""
         self._unregister()
-
-
-def _shared(parameters: Iterable[nn.Parameter], own: Collection[Tensor]) -> set[nn.Parameter]:
-    """Those in whose memory code has tensors that are not `own`, which change with them.
-
-    Where devices are of another kind than the host, plain Lightning has moved parameters away from such tensors.
-    """
-    shared: dict[int, list[nn.Parameter]] = {}
-    for parameter in filter(_has_other_users, parameters):
-        shared.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
-    tensors = plain_tensors_in(shared) if shared else []
-    others = [tensor for tensor in tensors if tensor not in own]
-    found = ((tensor, p) for tensor in others for p in shared[tensor.untyped_storage()._cdata])
-    return {parameter for tensor, parameter in found if begins_in(tensor, parameter) or begins_in(parameter, tensor)}
-
-
-def _has_other_users(parameter: Tensor) -> bool:
-    is_plain = has_memory(parameter) and not (is_composed(parameter) or parameter.is_meta)
-    return is_plain and num_users(parameter) > ALONE
 
 
 def _kind_of(tensor: Tensor | Slot) -> tuple[torch.dtype, torch.Size]:

@@ -56,11 +56,6 @@ def _may_be_companion(value: Any) -> bool:
     )
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor is of any size, and knows where it lies."""
-    return tensor.layout is torch.strided and tensor.numel() > 0
-
-
 def places_within(content: Any, owner: int | None, seen: set[int], depth: int) -> Iterator[Place]:
     """A place, and those in what is in it.
 

@@ -19,7 +19,7 @@ from lightning_harmony.engine.model.parameter_places import Place, containers_of
 from lightning_harmony.engine.model.weight_copies import WeightCopies
 from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
-from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.errors import UnswappableBufferError
 
 BufferKey = tuple[nn.Module, str]
 # So many calls of a layer are looked at for changes that no version tells.
@@ -92,8 +92,9 @@ class SwappedLayer:
         module: the module, None for a parameter of the glue.
         whole: that, or what has it and the modules elsewhere that its code uses, too.
         parameters: its parameters, each once.
-        buffers: owner and name of each of its buffers, but for those in which its code leaves graphs: as attributes, these
-            are wherever its code puts them.
+        buffers: owner and name of each of its buffers, but for those that may not be swapped: as attributes, these are
+            wherever its code puts them.
+        staying_buffers: the others.
         held: frozen parameters that layers set, which are buffers of them, too: one dict for all layers.
         differentiates: whether its code computes gradients in its forward.
         num_changes: how often its code has changed trained parameters in its forward.
@@ -117,6 +118,8 @@ class SwappedLayer:
         reaches_elsewhere: whether its code has used tensors of other devices than its own.
         unversioned_buffers: those that its code changes through `.data`, of which no version tells.
         changing_buffers: those that its code has changed so far.
+        refilled_buffers: those of them that it has changed in place.
+        seen_buffers: those that others had before the first step, in plain Lightning, too: one set for all layers.
         gathered: parameters of recurrent modules, which cuDNN copies to one memory and leaves there.
         composed: the parameters whose values are in tensors of their own.
         derived: the weights that its hooks compute from parameters.
@@ -135,7 +138,8 @@ class SwappedLayer:
         parameters: Sequence[nn.Parameter],
         compute_dtype: torch.dtype | None = None,
         whole: nn.Module | None = None,
-        with_graphs: Collection[tuple[type, str]] = (),
+        unswapped: Collection[tuple[type, str]] = (),
+        seen_buffers: Collection[BufferKey] = (),
     ) -> None:
         self.index = index
         self.name = name
@@ -145,14 +149,17 @@ class SwappedLayer:
         self.gathered = _of_recurrent_modules(module) if module is not None else frozenset()
         self.composed = frozenset(filter(is_composed, self.parameters))
         buffers = buffers_of(module) if module is not None else []
-        self.buffers = [key for key in buffers if (type(key[0]), key[1]) not in with_graphs]
+        self.buffers = [key for key in buffers if (type(key[0]), key[1]) not in unswapped]
         self._own_buffers = frozenset(self.buffers)
         self.held: dict[nn.Parameter, tuple[SwappedLayer, ParameterKey]] = {}
         self.num_owners: Counter[nn.Parameter] = Counter()
-        self.attributes = AttributesOfLayer(list(module.modules()) if module is not None else [], self.buffers)
+        self.staying_buffers = [key for key in buffers if key not in self._own_buffers]
+        self.attributes = AttributesOfLayer([] if module is None else list(module.modules()), self.buffers)
         self.buffer_writes: Counter[BufferKey] = Counter()
         self.unversioned_buffers: set[BufferKey] = set()
         self.changing_buffers: set[BufferKey] = set()
+        self.refilled_buffers: set[BufferKey] = set()
+        self.seen_buffers = seen_buffers
         self.num_compared_calls = 0
         self.changes_inputs: bool | None = None
         self.first_inputs: list[tuple[Tensor, int]] = []
@@ -266,13 +273,16 @@ class SwappedLayer:
             return buffer
         raise self.refusal_of_change(key)
 
-    def refusal_of_change(self, key: BufferKey) -> UnsupportedModelError:
+    def refusal_of_change(self, key: BufferKey) -> UnswappableBufferError:
         """The refusal of what others do to a buffer."""
-        return UnsupportedModelError(
-            f"buffer {key[1]!r} of layer {self.name!r} is changed within a step, outside of the layer's call, but the "
-            "layer is called again for other microbatches and in the backward: change it in the layer's forward, in a hook "
-            "such as on_train_batch_end, or make a layer of the module around both with HarmonyStrategy(layers=...)"
-        )
+        does = f"buffer {key[1]!r} of layer {self.name!r} is changed within a step, outside of the layer's call"
+        way_out = "change it in the layer's forward, in a hook such as on_train_batch_end"
+        return UnswappableBufferError(does, f"calls for other microbatches would not find that: {way_out}", *key)
+
+    def seen_change(self, key: BufferKey) -> UnswappableBufferError:
+        """What is raised where it changes a buffer in place that others have, or have tensors in the memory of."""
+        does = f"layer {self.name!r} changes its buffer {key[1]!r} in place, which other code has, too"
+        return UnswappableBufferError(does, "what that has would not change with it: let it have buffer.clone()", *key)
 
     def is_given_weights(self) -> bool:
         """Whether other tensors take the place of its parameters, as `torch.func.functional_call` puts them there."""

@@ -49,7 +49,7 @@ from lightning_harmony.engine.rehearsal.rehearsed_call import CallProfile, Measu
 from lightning_harmony.engine.rehearsal.work_by_layer import WorkByLayer
 from lightning_harmony.engine.rehearsal.work_counter import WorkCounter
 from lightning_harmony.engine.structures.strides import copied
-from lightning_harmony.errors import BorrowsModuleError, LeavesGraphError
+from lightning_harmony.errors import BorrowsModuleError, UnswappableBufferError
 from lightning_harmony.plan.outlook.work import LayerProfile, StepProfile, Work
 from lightning_harmony.plan.values.task import Phase
 
@@ -83,7 +83,7 @@ def rehearse(
             second = Rehearsal(model, lent, first.narrow)
             second.run(step, microbatch, casting)
             return second.profile(first)
-        except (BorrowsModuleError, LeavesGraphError) as error:
+        except (BorrowsModuleError, UnswappableBufferError) as error:
             if not borrowed.note(model, error):
                 raise
         finally:
@@ -103,7 +103,7 @@ class Rehearsal(Runtime):
                 layer.module,
                 list(layer.whole.parameters()),
                 whole=layer.whole,
-                with_graphs=layer.with_graphs,
+                unswapped=layer.unswapped,
             )
             for index, layer in enumerate(layers)
         ]

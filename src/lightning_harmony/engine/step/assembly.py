@@ -106,7 +106,8 @@ def assemble(
             list(layer.whole.parameters()),
             compute_dtype,
             layer.whole,
-            layer.with_graphs,
+            layer.unswapped,
+            layer.seen_buffers,
         )
         for index, layer in enumerate(layers)
     ]

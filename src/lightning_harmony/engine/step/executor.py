@@ -124,10 +124,9 @@ class Executor:
         """The buffers of layers, which their own code alone changes."""
         return (key for layer in self._model.layers for key in layer.buffers)
 
-    def modules_of_layers(self) -> Iterator[nn.Module]:
-        """The modules of layers, which their own code alone calls."""
-        modules = (layer.whole for layer in self._model.layers if layer.whole is not None)
-        return (each for module in modules for each in module.modules())
+    def modules_of_layers(self) -> list[list[nn.Module]]:
+        """The modules of each layer, which its own code alone calls."""
+        return [list(layer.whole.modules()) for layer in self._model.layers if layer.whole is not None]
 
     def objects_with_weights(self) -> set[int]:
         """The attributes of objects that keep weights of layers, by their identities."""

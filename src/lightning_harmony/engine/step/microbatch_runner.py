@@ -224,6 +224,8 @@ class MicrobatchRunner:
                 stack.enter_context(progress.glue)
             torch.autograd.backward(loss, gradient)
         self._refuse_lost_changes(progress)
+        # What the graph has saved is gone.
+        self._step.buffer_copies.refuse_kept()
 
     def _refuse_lost_changes(self, progress: LaneProgress) -> None:
         progress.views.refuse_changed()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_harmony.engine.lanes.lane import AnyLane, this_thread
 from lightning_harmony.engine.model.host_store import lies_in
@@ -53,6 +54,8 @@ class ReadBuffers:
 
     def __init__(self) -> None:
         self._copies: dict[AnyLane | None, dict[tuple[BufferKey, torch.device], _Copy]] = {}
+        # The memory of those that lanes had, and the layers whose they are.
+        self._given: list[tuple[BufferKey, SwappedLayer, StorageWeakRef]] = []
 
     def read(self, layer: SwappedLayer, key: BufferKey, device: torch.device, copy: Callable[[], Tensor]) -> Tensor:
         """A copy of a buffer for the calling lane: the same one as before while nobody has changed the buffer.
@@ -115,6 +118,18 @@ class ReadBuffers:
         """
         for (key, _), copy in self._copies.pop(this_thread.lane, {}).items():
             copy.refuse_changed(key)
+            self._given.append((key, copy.layer, StorageWeakRef(copy.tensor.untyped_storage())))
+
+    def refuse_kept(self) -> None:
+        """Refuse that code keeps a copy of what its layer has changed in place since, or a view of one.
+
+        Raises:
+            UnswappableBufferError: naming the buffer.
+        """
+        self._given = [each for each in self._given if not each[2].expired()]
+        for key, layer, _ in self._given:
+            if key in layer.refilled_buffers:
+                raise layer.seen_change(key)
 
 
 def _is_recording(device: torch.device) -> bool:

@@ -36,7 +36,7 @@ from lightning_harmony.engine.structures.memory_users import begins_in
 from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.engine.structures.tree import tensors_of
-from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.errors import UnsupportedModelError, UnswappableBufferError
 from lightning_harmony.plan.values.task import Phase
 
 
@@ -176,11 +176,9 @@ class Runtime:
         """
         caller, has_changed = layer_of_caller(), key in layer.changed_buffers
         if caller is not None and has_changed:
-            raise UnsupportedModelError(
-                f"layer {caller.name!r} reads buffer {key[1]!r} of layer {layer.name!r}, which is swapped by itself and has "
-                "changed it in this step: pass it to the layer as a tensor, or make a layer of what has both with "
-                "HarmonyStrategy(layers=...)"
-            )
+            does = f"layer {caller.name!r} reads buffer {key[1]!r} of layer {layer.name!r}, which has changed it in this step"
+            way_out = "pass it to the layer as a tensor, make a layer of what has both with HarmonyStrategy(layers=...)"
+            raise UnswappableBufferError(does, f"may be another when the code runs again: {way_out}", *key)
         step = self._step
         if has_changed and step.in_backward and not step.runs_whole and len(step.turns.running) > 1:
             raise UnsupportedModelError(

@@ -21,6 +21,7 @@ from lightning_harmony.engine.model.layer import (
     host_buffer,
     move_buffers,
 )
+from lightning_harmony.engine.model.staying_buffers import StayingBuffers
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.plan import visits_of
 
@@ -66,7 +67,9 @@ class SwappedModel:
         self.held: dict[nn.Parameter, tuple[SwappedLayer, ParameterKey]] = {}
         # What those were before the step that microbatches take turns in.
         self._held_before: dict[nn.Parameter, Tensor] = {}
+        staying = StayingBuffers([key for layer in self.layers for key in layer.staying_buffers])
         for layer in self.layers:
+            layer.attributes.staying = staying
             layer.buffer_writes, layer.changed_buffers = writes, self._changed_buffers
             layer.held, layer.num_owners = self.held, self._num_owners
         # They stay on the device throughout.

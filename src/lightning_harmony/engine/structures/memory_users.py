@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.operations import NO_DISPATCH
+from lightning_harmony.engine.structures.parts import is_composed
+
+_AnyTensor = TypeVar("_AnyTensor", bound=Tensor)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is of any size, and knows where it lies."""
+    return tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def num_users(tensor: Tensor) -> int:
@@ -38,6 +46,15 @@ def has_memory_alone(tensor: Tensor) -> bool:
     return num_users(tensor) <= ALONE + is_hidden
 
 
+def num_holders(content: Mapping[Any, Any], name: Any) -> int:
+    """How many places in Python have what is in a dict under a name: that is one of them."""
+    return sys.getrefcount(content[name]) - _HELD_ONCE + 1
+
+
+_ONCE = {"": object()}
+_HELD_ONCE = sys.getrefcount(_ONCE[""])
+
+
 def begins_in(tensor: Tensor, whole: Tensor) -> bool:
     """Whether a tensor begins with an element of a dense one, or one within it. They have their storage in common."""
     begin = whole.storage_offset() * whole.element_size()
@@ -53,10 +70,32 @@ def plain_tensors_in(memories: Collection[int]) -> list[Tensor]:
         memories: by the identities of their storages.
     """
     tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
-    return [each for each in tensors if _memory_of(each) in memories]
+    return [each for each in tensors if memory_of(each) in memories]
 
 
-def _memory_of(tensor: Tensor) -> int | None:
+def with_others(tensors: Iterable[_AnyTensor], own: Collection[Tensor] = ()) -> set[_AnyTensor]:
+    """Those in whose memory Python code has tensors beside them, where that begins in theirs, or the other way round.
+
+    Args:
+        tensors: of which to tell.
+        own: the other tensors, which do not count.
+    """
+    shared: dict[int, list[_AnyTensor]] = {}
+    for tensor in filter(has_other_users, tensors):
+        shared.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    known = {id(each) for each in [*own, *(each for same in shared.values() for each in same)]}
+    others = [each for each in plain_tensors_in(shared) if id(each) not in known] if shared else []
+    pairs = ((other, each) for other in others for each in shared[other.untyped_storage()._cdata])
+    return {each for other, each in pairs if begins_in(other, each) or begins_in(each, other)}
+
+
+def has_other_users(tensor: Tensor) -> bool:
+    """Whether other tensors may have its memory, wherever they are."""
+    return has_memory(tensor) and not (is_composed(tensor) or tensor.is_meta) and num_users(tensor) > ALONE
+
+
+def memory_of(tensor: Tensor) -> int | None:
+    """What the memory of a tensor is told from others by; None where it has none that is its own."""
     if (
         tensor.layout is not torch.strided
         or tensor.is_nested
