@@ -291,7 +291,7 @@ def test_what_a_split_prediction_draws_does_not_depend_on_the_capacity() -> None
 @pytest.mark.cpu
 def test_an_evaluation_that_other_nodes_have_heard_of_does_not_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """It did, and what the nodes exchange next would have been of different steps."""
-    monkeypatch.setattr("lightning_harmony.fit.evaluation.num_collectives", count().__next__)
+    monkeypatch.setattr("lightning_harmony.microbatches.snapshot.num_collectives", count().__next__)
     with pytest.raises(CapacityError):
         trainer_for(harmony(**TIGHT)).validate(Evaluated(), batches(), verbose=False)
 

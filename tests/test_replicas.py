@@ -403,7 +403,7 @@ def test_a_step_that_fails_on_another_device_is_undone() -> None:
 
 def test_a_failed_step_that_other_nodes_have_heard_of_does_not_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """It did on this node alone, and what the nodes exchange next would have been of different steps."""
-    monkeypatch.setattr("lightning_harmony.fit.spread.num_collectives", itertools.count().__next__)
+    monkeypatch.setattr("lightning_harmony.microbatches.snapshot.num_collectives", itertools.count().__next__)
     with pytest.raises(RuntimeError, match="Expected all tensors"):
         fit(Failing, 2, 2)
 

@@ -22,7 +22,6 @@ from lightning_harmony.engine.updates.device_step import ASSUMED_STATE_COPIES
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.fit.state_aside import StateAside
 from lightning_harmony.fit.user_steps import num_elements
-from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.fewest import Fewest
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.plan.values.memory_size import format_bytes
@@ -145,7 +144,7 @@ class MemoryWatch:
         """
         device, capacity = self.device, self.device.capacity_bytes
         assert capacity is not None
-        before, parameters, collectives = Snapshot(self.trainer, [device], args), self._checksums(), num_collectives()
+        before, parameters = Snapshot(self.trainer, [device], args), self._checksums()
         error, undone = "", DoesNotFit
         try:
             with self._counting() as most:
@@ -163,7 +162,7 @@ class MemoryWatch:
             del result
         except torch.OutOfMemoryError as shortage:
             error = str(shortage)
-        if num_collectives() != collectives:
+        if before.has_exchanged():
             raise self._cannot_undo("exchanges tensors with other nodes", error)
         left = before.restore()
         now = self._checksums()

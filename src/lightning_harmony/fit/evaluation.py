@@ -21,7 +21,6 @@ from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.fit.unchanged import UnchangedBatch
 from lightning_harmony.fit.user_steps import num_elements, run_without_backward
-from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.interleaving import Interleaving
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.splitting import Samples, Splitting
@@ -60,7 +59,7 @@ class Evaluation:
         if samples is not None and self.engine.measures(elements, is_training=False):
             before = Snapshot(self.trainer, self.engine.devices, (args, kwargs))
         outputs: list[Any] = []
-        weights, collectives = self._versions(), num_collectives()
+        weights = self._versions()
         whole = Microbatch(lambda: outputs.append(self._on_root(step(*args, **kwargs))), Fraction(1), None)
         try:
             # The code of layers may run twice here, too, as where it computes a gradient.
@@ -70,9 +69,8 @@ class Evaluation:
                 before.let_go()
             return outputs[0]
         except CapacityError:
-            # Weights that the step has put in the place of others would not be put back, and other nodes do not begin anew.
-            is_lasting = weights != self._versions() or num_collectives() != collectives
-            if before is None or samples is None or is_lasting:
+            # Weights that the step has put in the place of others would not be put back.
+            if before is None or samples is None or weights != self._versions() or before.has_exchanged():
                 raise
         left = before.restore()
         self.engine.forget_evaluations()

@@ -13,7 +13,6 @@ from lightning_harmony.engine.replicas.replica import NotReplicableError
 from lightning_harmony.engine.replicas.replicas import Replicas
 from lightning_harmony.engine.replicas.runs import Runs, Watched
 from lightning_harmony.errors import UnsupportedModelError
-from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.setup.lightning_tree import LightningTree
 
@@ -92,15 +91,14 @@ class Spread:
         undoing: Callable[[], AbstractContextManager[None]],
         parts: Sequence[Any],
     ) -> Result:
-        before, collectives = Snapshot(self._trainer, self._devices, parts), num_collectives()
+        before = Snapshot(self._trainer, self._devices, parts)
         try:
             with undoing():
                 result = run(replicas)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, NotReplicableError) as error:
-            if num_collectives() != collectives:
-                # Other nodes do not begin anew.
+            if before.has_exchanged():
                 raise
             reason = str(error).partition("\n")[0]
         else:

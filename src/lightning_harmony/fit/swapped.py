@@ -29,7 +29,6 @@ from lightning_harmony.fit.garbage import LastingObjects
 from lightning_harmony.fit.signals import HeldSignals
 from lightning_harmony.fit.training import Training
 from lightning_harmony.fit.user_steps import num_elements
-from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.logs import unheard
 from lightning_harmony.microbatches.remembered import KeptBatch
 from lightning_harmony.microbatches.snapshot import Snapshot
@@ -198,7 +197,7 @@ class Swapped:
         parameters = list(self._module.parameters()) if may_repeat else []
         while True:
             before = Snapshot(self._trainer, self.engine.devices, given) if may_repeat else None
-            collectives, flags = num_collectives(), [parameter.requires_grad for parameter in parameters]
+            flags = [parameter.requires_grad for parameter in parameters]
             weights = [(version_of(parameter), parameter.grad) for parameter in parameters]
             try:
                 output = run()
@@ -206,14 +205,14 @@ class Swapped:
                     before.let_go()
                 return output
             except (BorrowsModuleError, UnswappableBufferError) as error:
-                # What a step has changed of parameters would be changed once more, and other nodes do not begin anew.
+                # What a step has changed of parameters would be changed once more.
                 now = [(version_of(parameter), parameter.grad) for parameter in parameters]
-                is_lasting = (
-                    self.engine.step.changed_parameter is not None
-                    or num_collectives() != collectives
-                    or any(one[0] != two[0] or one[1] is not two[1] for one, two in zip(weights, now, strict=True))
+                is_changed = self.engine.step.changed_parameter is not None or any(
+                    one[0] != two[0] or one[1] is not two[1] for one, two in zip(weights, now, strict=True)
                 )
-                if before is None or is_lasting or not self._borrowed.note(self._module, error):
+                if before is None or before.has_exchanged() or is_changed:
+                    raise
+                if not self._borrowed.note(self._module, error):
                     raise
                 begins_anew = _begins_anew(error)
             self.training.leave()

@@ -28,7 +28,6 @@ from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.fit.unchanged import UnchangedBatch, UnchangedParameters
 from lightning_harmony.fit.user_steps import TrainingStep, before_accumulation, run_without_backward
 from lightning_harmony.held.optimizer_readers import OptimizerReaders, scheduler_reader
-from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.interleaving import Interleaving
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.split_check import SplitCheck, found
@@ -108,15 +107,15 @@ class Training:
             before = None
             if self.settings.leaves_number and self.engine.measures(_largest(steps), is_training=True):
                 before = Snapshot(self.trainer, self.engine.devices, (args, kwargs))
-            collectives = num_collectives()
             try:
                 output = self._run_split(sizes, parts, steps)
                 break
             except CapacityError:
-                # A parameter that the step has changed would be changed once more, and other nodes do not begin anew.
-                is_lasting = self.engine.step.changed_parameter is not None or num_collectives() != collectives
-                fewest = None if before is None or is_lasting else self.split_check.fewest(args[0], len(sizes))
-                if before is None or fewest is None or not fewest.fails():
+                # A parameter that the step has changed would be changed once more.
+                if before is None or before.has_exchanged() or self.engine.step.changed_parameter is not None:
+                    raise
+                fewest = self.split_check.fewest(args[0], len(sizes))
+                if fewest is None or not fewest.fails():
                     raise
                 self._number = fewest.number
             del parts, steps

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.held.places import Places
+from lightning_harmony.microbatches.collectives import num_collectives
 from lightning_harmony.microbatches.fingerprints import Fingerprints, is_of_numbers
 from lightning_harmony.microbatches.remembered import KeptBatch, Remembered
 from lightning_harmony.setup import compat
@@ -34,6 +35,7 @@ class Snapshot:
     def __init__(self, trainer: Any, devices: Sequence[Device], given: Any = ()) -> None:
         self._cuda_devices = [device.torch_device for device in devices if device.torch_device.type == "cuda"]
         self._random, self._cuda = self._states()
+        self._num_collectives = num_collectives()
         self._places = Places(trainer.lightning_module)
         held = [(each, copy) for each, copy in self._places.look() if not each.is_of_threads]
         self._elsewhere = [(each, copy, each.undo_in_place()) for each, copy in held]
@@ -55,6 +57,10 @@ class Snapshot:
         tensors = [(now.cpu, self._random.cpu), *zip(cuda, self._cuda, strict=True)]
         same = all(torch.equal(one, other) for one, other in tensors)
         return not same or (now.python, now.numpy) != (self._random.python, self._random.numpy)
+
+    def has_exchanged(self) -> bool:
+        """Whether tensors were exchanged with other nodes since, which would not begin anew."""
+        return num_collectives() != self._num_collectives
 
     def restore(self) -> str:
         """Make everything what it was. Not to be called within an except clause: frames hold what the attempt has allocated.
