@@ -5,16 +5,17 @@ Optimizer state that stays on devices from one update to the next is back on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_harmony.engine.devices.stream import Event, Urgency
-from lightning_harmony.engine.lanes.autocast import Autocast
+from lightning_harmony.engine.lanes.ambient import AUTOCAST, apply
 from lightning_harmony.engine.nodes.division import parameters_of
 from lightning_harmony.engine.nodes.weights import DividedUpdate
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
@@ -85,7 +86,7 @@ class PostponedUpdate:
             for parameter in others:
                 del left[parameter]
         events: dict[nn.Parameter, Event] = {}
-        surroundings = Autocast().entered
+        surroundings = partial(_autocast_as, [kind.get() for kind in AUTOCAST])
         for number, parameters in enumerate([*order, list(left)]):
             members = {parameter: left.pop(parameter) for parameter in parameters if parameter in left}
             if members:
@@ -191,6 +192,14 @@ class PostponedUpdate:
         for handle in self._handles:
             handle.remove()
         self._handles, self._watched = [], None
+
+
+@contextmanager
+def _autocast_as(values: Sequence[Any]) -> Iterator[None]:
+    """The context in which autocast does in a queue's thread what it did in the one that asked."""
+    with ExitStack() as stack:
+        apply(stack, AUTOCAST, values)
+        yield
 
 
 def _update(queue: UpdateQueue, share: Share, clip: Clip | None) -> None:
