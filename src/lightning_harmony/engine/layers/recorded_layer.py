@@ -20,11 +20,12 @@ from lightning_harmony.engine.layers.fixed_memory import FixedMemory, signature
 from lightning_harmony.engine.layers.input_uses import InputUses
 from lightning_harmony.engine.layers.recordable import Foreign, graph_of, has_drawn, hooks_within, refuse_draws
 from lightning_harmony.engine.layers.runtime import Runtime
-from lightning_harmony.engine.layers.same_bits import are_alike, are_as_reproducible, are_same, bits_differ
+from lightning_harmony.engine.layers.same_bits import are_as_reproducible, are_same, bits_differ
 from lightning_harmony.engine.layers.saved_tensors import drop
 from lightning_harmony.engine.model.layer import OwnCodeOf, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import Unseen, detached
+from lightning_harmony.engine.structures.parts import are_alike
 from lightning_harmony.engine.structures.strides import copied, is_dense
 from lightning_harmony.engine.structures.tree import CONSTANTS, WrittenTo, flatten
 

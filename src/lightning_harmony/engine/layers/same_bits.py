@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_harmony.engine.structures.operations import Unseen
+from lightning_harmony.engine.structures.parts import are_alike
 
 # How many times as much a recorded gradient may differ from that of the code as the code's own does from run to run: the
 # largest differences of two runs differ, too.
@@ -28,11 +29,6 @@ def are_same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return are_alike(one, other) and not bool(bits_differ(one, other))
-
-
-def are_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are of one type and size."""
-    return one.dtype == other.dtype and one.size() == other.size()
 
 
 def bits_differ(one: Tensor, other: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torchmetrics import Metric, MetricCollection
 
+from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.structures.parts import num_bytes_of
 
 # Blocks of a stack that is no block itself, at least; of a model that has as many of these, each is a block all the same.
@@ -36,6 +38,12 @@ class Layer:
     def whole(self) -> nn.Module:
         """All that its code uses, below one module."""
         return nn.ModuleList([self.module, *self.borrowed]) if self.borrowed else self.module
+
+    def swapped(self, index: int, compute_dtype: torch.dtype | None = None) -> SwappedLayer:
+        """The layer as it is swapped, with a number, and a type to compute in."""
+        parameters, whole = list(self.whole.parameters()), self.whole
+        apart = self.unswapped, self.seen_buffers
+        return SwappedLayer(index, self.name, self.module, parameters, compute_dtype, whole, *apart)
 
 
 def find_layers(root: nn.Module, *, max_layer_bytes: int | None, layers: LayerChoice | None = None) -> list[Layer]:

@@ -96,17 +96,7 @@ class Rehearsal(Runtime):
     def __init__(self, model: nn.Module, layers: Sequence[Layer], narrow: dict[int, tuple[int, ...]]) -> None:
         self._model = model
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._layers = [
-            SwappedLayer(
-                index,
-                layer.name,
-                layer.module,
-                list(layer.whole.parameters()),
-                whole=layer.whole,
-                unswapped=layer.unswapped,
-            )
-            for index, layer in enumerate(layers)
-        ]
+        self._layers = [layer.swapped(index) for index, layer in enumerate(layers)]
         for layer in self._layers:
             # Fake tensors have no contents to compare.
             layer.num_compared_calls = COMPARED_CALLS

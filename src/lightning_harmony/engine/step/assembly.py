@@ -31,7 +31,6 @@ from lightning_harmony.engine.memory.transfer import Transfers
 from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import HostStore
-from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.parameter_places import places_of
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.fit_record import FitRecord
@@ -98,19 +97,7 @@ def assemble(
         PlanError: if the plan is for another model, for other devices or for a larger capacity.
     """
     root, traffic = devices[0], Traffic()
-    swapped_layers = [
-        SwappedLayer(
-            index,
-            layer.name,
-            layer.module,
-            list(layer.whole.parameters()),
-            compute_dtype,
-            layer.whole,
-            layer.unswapped,
-            layer.seen_buffers,
-        )
-        for index, layer in enumerate(layers)
-    ]
+    swapped_layers = [layer.swapped(index, compute_dtype) for index, layer in enumerate(layers)]
     refuse_too_large(swapped_layers, devices)
     names = {name for name, _ in model.named_parameters()}
     fingerprint = check_given(plan, swapped_layers, names, devices, parallel)

@@ -16,6 +16,7 @@ from lightning_harmony.engine.devices.device import Device, flat_buffer
 from lightning_harmony.engine.devices.stream import Event, Happened
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_store import lay_out, views_in
+from lightning_harmony.engine.structures.parts import are_alike
 from lightning_harmony.engine.updates.device_home import DeviceHome, Key
 from lightning_harmony.engine.updates.device_step import Part, copy_all, is_on_device, make_step, own_of
 from lightning_harmony.engine.updates.disk_home import DiskHome, Loan, memory_for_direct_copies
@@ -253,7 +254,7 @@ class Stage:
                 elif value.dim() == 0 and not part.is_last:
                     # All parts count the same, and those to come begin with what was.
                     pass
-                elif key in values and _is_alike(values[key], value):
+                elif key in values and are_alike(values[key], value):
                     if value is not values[key]:
                         pairs.append((values[key], value))
                 else:
@@ -362,7 +363,3 @@ def _state_of(share: Share, part: Part, there: Values) -> dict[str, Any]:
         else:
             state[name] = own_of(part, value) if isinstance(value, Tensor) else value
     return state
-
-
-def _is_alike(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.shape == other.shape and tensor.dtype == other.dtype
