@@ -41,18 +41,16 @@ def changes_data(layer: str) -> str:
 
 @dataclass(frozen=True)
 class View:
-    """A companion in the memory of its parameter, or of another companion.
+    """Where a tensor lies in the memory of a parameter, or of a companion.
 
     Attributes:
-        tensor: the user's own tensor, which ends when nobody else has it.
-        parameter: in whose memory it lies.
+        parameter: in whose memory.
         size: of the view.
         stride: of the view.
         offset: of its first byte, from that of the parameter.
         dtype: of the view, which may be another than the parameter's.
     """
 
-    tensor: weakref.ref[Tensor]
     parameter: Tensor
     size: torch.Size
     stride: tuple[int, ...]
@@ -63,7 +61,7 @@ class View:
     def of(cls, tensor: Tensor, parameter: Tensor, base: Tensor) -> View:
         """A view of a parameter or companion, which is `base` now."""
         offset = int(tensor.storage_offset() * tensor.element_size() - base.storage_offset() * base.element_size())
-        return cls(weakref.ref(tensor), parameter, tensor.size(), tensor.stride(), offset, tensor.dtype)
+        return cls(parameter, tensor.size(), tensor.stride(), offset, tensor.dtype)
 
     def within(self, base: Tensor) -> Tensor:
         """The same view of the parameter, where that is `base`."""
@@ -98,7 +96,8 @@ class Companions:
         # What was set on a composed one its class has put there.
         self._with_attributes = [parameter for parameter in parameters if not is_composed(parameter)]
         self._parameters = [p for p in self._with_attributes if not p.requires_grad and has_memory(p)]
-        self._views: list[View] = []
+        # The user's own tensors, which end when nobody else has them.
+        self._views: list[tuple[weakref.ref[Tensor], View]] = []
         # The dicts of objects in which it looks.
         self._objects: list[dict[str, Any]] = []
         self.apart: dict[nn.Parameter, list[Tensor]] = {}
@@ -121,7 +120,7 @@ class Companions:
                 owners.setdefault(place.owner, parameter)
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
-                    self._views.append(View.of(tensor, parameter, parameter))
+                    self._views.append((weakref.ref(tensor), View.of(tensor, parameter, parameter)))
         self._note_objects(places, {p: p for p in self._parameters})
         for place in places:
             if place.parameter is not None:
@@ -168,7 +167,7 @@ class Companions:
 
     def objects(self) -> set[int]:
         """The attributes, of parameters and objects, that may have some in the memory of a parameter, by their identities."""
-        return {id(each) for each in (*self._objects, *map(vars, self._parameters))} if _alive(self._views) else set()
+        return {id(each) for each in (*self._objects, *map(vars, self._parameters))} if self._alive() else set()
 
     def __bool__(self) -> bool:
         return bool(self._views or self.apart)
@@ -176,7 +175,7 @@ class Companions:
     @property
     def with_views(self) -> set[nn.Parameter]:
         """The parameters that have some in their memory."""
-        return {view.parameter for view in self._views if isinstance(view.parameter, nn.Parameter)}
+        return {view.parameter for _, view in self._views if isinstance(view.parameter, nn.Parameter)}
 
     @property
     def parameters(self) -> set[nn.Parameter]:
@@ -189,21 +188,27 @@ class Companions:
 
     def within(self, parameter: nn.Parameter, base: Tensor) -> dict[int, Tensor]:
         """Those in the memory of a parameter as they would be in that of another tensor, by their identities."""
-        return {id(tensor): view.within(base) for view, tensor in _alive(self._views) if view.parameter is parameter}
+        return {id(tensor): view.within(base) for tensor, view in self._alive() if view.parameter is parameter}
 
     def follow(self, parameter: nn.Parameter) -> None:
         """Let those in the memory of a parameter lie where it is now."""
-        for view, tensor in _alive(self._views):
+        for tensor, view in self._alive():
             if view.parameter is parameter:
                 tensor.data = view.within(parameter)
 
     def __contains__(self, tensor: Tensor) -> bool:
         return any(tensor is each for each in self.tensors())
 
+    def _alive(self) -> list[tuple[Tensor, View]]:
+        """Those in the memory of others that somebody still has."""
+        return [(tensor, view) for weak, view in self._views if (tensor := weak()) is not None]
+
     def tensors(self) -> list[Tensor]:
         """All of them."""
-        views = [tensor for _, tensor in _alive(self._views)]
-        return [*views, *(tensor for tensors in self.apart.values() for tensor in tensors)]
+        return [
+            *(tensor for tensor, _ in self._alive()),
+            *(tensor for tensors in self.apart.values() for tensor in tensors),
+        ]
 
     def exchange(self, others: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Put others into their places.
@@ -220,10 +225,8 @@ class Companions:
                 if id(tensor) in others and not isinstance(place.content, tuple):
                     place.content[key] = others[id(tensor)]
         self._views = [
-            replace(
-                view, tensor=weakref.ref(others[id(each)]), parameter=others.get(id(view.parameter), view.parameter)
-            )
-            for view, each in _alive(self._views)
+            (weakref.ref(others[id(each)]), replace(view, parameter=others.get(id(view.parameter), view.parameter)))
+            for each, view in self._alive()
         ]
         self.apart = {p: [others[id(tensor)] for tensor in tensors] for p, tensors in self.apart.items()}
         return before
@@ -300,9 +303,10 @@ class Companions:
         self, leaves: Mapping[nn.Parameter, Tensor], apart: Mapping[Tensor, Tensor]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The companions, and where each lies on the device."""
-        alive = _alive(self._views)
-        self._views = [view for view, _ in alive]
-        for view, tensor in alive:
+        alive = self._alive()
+        if len(alive) < len(self._views):
+            self._views = [each for each in self._views if each[0]() is not None]
+        for tensor, view in alive:
             base = view.parameter
             yield tensor, view.within(leaves[base] if isinstance(base, nn.Parameter) else apart[base])
         for several in self.apart.values():
@@ -331,13 +335,8 @@ class Companions:
                 if base is not None:
                     self._makes_views = True
                     view = View.of(tensor, base, there[base])
-                    self._views.append(view)
+                    self._views.append((weakref.ref(tensor), view))
                     tensor.data = view.within(base)
-
-
-def _alive(views: Iterable[View]) -> list[tuple[View, Tensor]]:
-    """Those whose tensors somebody still has, with these."""
-    return [(view, tensor) for view in views if (tensor := view.tensor()) is not None]
 
 
 def join_copies(module: nn.Module) -> None:
