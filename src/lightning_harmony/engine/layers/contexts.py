@@ -66,8 +66,9 @@ class Contexts:
         nodes: set[Any] = found.difference(ends)
         functions: list[Any] = []
         if not (is_compiled or layer.differentiates) and (layer.keeps_on_contexts or layer.attributes.are_first_calls):
-            functions = _functions_between(flatten(returned)[0], ends, self._begin)
-        for node in {*(nodes if layer.companions else _functions_before_saves(nodes, ends, self._begin)), *functions}:
+            functions = _functions_from(_nodes_of(returned), ends, self._begin)
+        first = nodes if layer.companions else _functions_from(nodes, ends, self._begin, up_to_saves=True)
+        for node in {*first, *functions}:
             node.register_prehook(open)
         layer.keeps_on_contexts |= any(_takes_memory(kept) for node in functions for kept in vars(node).values())
         self._functions = list(map(_Function, functions))
@@ -83,7 +84,7 @@ class Contexts:
         def noted() -> None:
             begin, result = _next_number(), run()
             if self.are_absent:
-                self._again = _functions_between(flatten(result)[0], (), begin)
+                self._again = _functions_from(_nodes_of(result), (), begin)
 
         return noted
 
@@ -142,10 +143,15 @@ def _next_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def _functions_before_saves(nodes: Iterable[Any], ends: Collection[Any], begin: int) -> list[Any]:
-    """The nodes of users' autograd functions that a backward may come to before it asks for any saved tensor.
+def _functions_from(nodes: Iterable[Any], ends: Collection[Any], begin: int, *, up_to_saves: bool = False) -> list[Any]:
+    """The nodes of users' autograd functions to which some nodes of a graph lead, and among these.
 
-    What was made before a number is of an earlier call, as where the layer finds its own state of that in an attribute.
+    Args:
+        nodes: the ones.
+        ends: nodes that lead to others which are not looked at.
+        begin: the number of the first node that is: those before are of an earlier call, whose state the layer may find in
+            an attribute.
+        up_to_saves: whether only those that a backward may come to before it asks for any saved tensor.
     """
     remaining, seen, found = list[Any](nodes), {None, *ends}, list[Any]()
     while remaining:
@@ -153,29 +159,18 @@ def _functions_before_saves(nodes: Iterable[Any], ends: Collection[Any], begin: 
         if node in seen or node._sequence_nr() < begin:
             continue
         seen.add(node)
-        if isinstance(node, torch._C._FunctionBase):
-            if _is_ours(node):
-                continue
+        is_function = isinstance(node, torch._C._FunctionBase)
+        if is_function and not _is_ours(node):
             found.append(node)
-        elif _saves(node.__class__):
+        elif up_to_saves and (is_function or _saves(node.__class__)):
             continue
         remaining += [behind for behind, _ in node.next_functions]
     return found
 
 
-def _functions_between(made: Iterable[Any], ends: Collection[Any], begin: int) -> list[Any]:
-    """The nodes of users' autograd functions between tensors and ends, of those nodes that were made from a number on."""
-    remaining = [each.grad_fn for each in made if isinstance(each, Tensor)]
-    seen, found = {None, *ends}, list[Any]()
-    while remaining:
-        node: Any = remaining.pop()
-        if node in seen or node._sequence_nr() < begin:
-            continue
-        seen.add(node)
-        if isinstance(node, torch._C._FunctionBase) and not _is_ours(node):
-            found.append(node)
-        remaining += [behind for behind, _ in node.next_functions]
-    return found
+def _nodes_of(value: Any) -> list[Any]:
+    """The nodes that have made the tensors in a value."""
+    return [leaf.grad_fn for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def _is_ours(node: Any) -> bool:
