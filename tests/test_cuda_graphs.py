@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine.devices.recording import CudaRecorder, HostRecording, RecordingError
+from lightning_harmony.engine.devices.recording import CudaRecorder, RecordingError
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.layers.input_uses import InputUses
 from lightning_harmony.engine.layers.layer_call import LayerCall
@@ -22,6 +22,7 @@ from lightning_harmony.engine.layers.recorded_call import RecordedCall
 from lightning_harmony.engine.layers.recordings import Recordings
 from support import chains
 from support.chains import BATCH, MICROBATCHES, WIDTH, Block, Chain, build, samples
+from support.host_recordings import HostRecording, recorded
 from support.same_training import Net, Training, compare, root, train_harmony, train_plain
 from support.sampling import combined
 
@@ -58,6 +59,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     monkeypatch.setattr(RecordedCall, "run", noted)
     monkeypatch.setattr(Recordings, "_give_up", refused)
     monkeypatch.setattr(VirtualDevice, "records", True)
+    monkeypatch.setattr(VirtualDevice, "recorded", recorded)
     monkeypatch.setattr("lightning_harmony.strategy.fits", lambda *args: False)
     monkeypatch.setattr(
         "lightning_harmony.engine.step.pack_preparation.PackPreparation.keeps_graphs_in", lambda *args: False

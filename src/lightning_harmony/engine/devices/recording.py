@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +16,24 @@ Made = list[Tensor | None]
 Work = Callable[[], Sequence[Tensor | None]]
 
 
-class Recording(Protocol):
-    """Recorded work.
+class Recording:
+    """A CUDA graph of recorded work.
+
+    Args:
+        graph: the graph.
+        made: what the work makes.
 
     Attributes:
-        made: what the work makes, in memory that each replay writes anew, and that other replays on the device may overwrite.
+        made: the same, in memory that each replay writes anew, and that other replays on the device may overwrite.
     """
 
-    made: Made
+    def __init__(self, graph: torch.cuda.CUDAGraph, made: Sequence[Tensor | None]) -> None:
+        self._graph = graph
+        self.made: Made = [None if tensor is None else _without_owning(tensor) for tensor in made]
 
     def replay(self) -> None:
-        """Do it again, with what is in the memory that it reads."""
+        """Do the work again, with what is in the memory that it reads."""
+        self._graph.replay()
 
 
 class RecordingError(Exception):
@@ -39,28 +46,6 @@ class OtherBitsError(RecordingError):
 
 class RecordingChangedError(Exception):
     """A step has run what was recorded of code that has come to do something else."""
-
-
-class HostRecording:
-    """Work of the host, done again by running its code.
-
-    Args:
-        work: does it. It is run once at once.
-        apart: the context in which memory is not a device's, as that of a CUDA graph is its own.
-    """
-
-    def __init__(self, work: Work, apart: Callable[[], AbstractContextManager[None]]) -> None:
-        self._work, self._apart = work, apart
-        with apart():
-            self.made: Made = list(work())
-
-    def replay(self) -> None:
-        """Run it, and let its results be where the first ones were."""
-        with self._apart():
-            for place, tensor in zip(self.made, self._work(), strict=True):
-                if place is not None and tensor is not None:
-                    with torch.no_grad():
-                        place.copy_(tensor)
 
 
 class CudaRecorder:
@@ -90,7 +75,7 @@ class CudaRecorder:
         if self._first is None:
             # Memory ends with the last graph that has it, and torch lets no other begin there again.
             self._first, _ = self._captured(lambda: [torch.zeros(1, device=self._device)])
-        return _CudaRecording(*self._captured(work))
+        return Recording(*self._captured(work))
 
     def _captured(self, work: Work) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor | None]]:
         graph = torch.cuda.CUDAGraph()
@@ -132,15 +117,6 @@ class CudaRecorder:
         whole.capture_begin(capture_error_mode="relaxed")
         torch.ones(1, device=self._device)
         whole.capture_end()
-
-
-class _CudaRecording:
-    def __init__(self, graph: torch.cuda.CUDAGraph, made: Sequence[Tensor | None]) -> None:
-        self._graph = graph
-        self.made: Made = [None if tensor is None else _without_owning(tensor) for tensor in made]
-
-    def replay(self) -> None:
-        self._graph.replay()
 
 
 def _without_owning(tensor: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.devices.device import Device, flat_buffer
-from lightning_harmony.engine.devices.recording import HostRecording, Recording, Work
 from lightning_harmony.engine.devices.stream import (
     CallingThread,
     Event,
@@ -201,10 +200,6 @@ class VirtualDevice(Device):
             result = function(*args, **kwargs)
         self.count_results(result)
         return result
-
-    def recorded(self, work: Work) -> Recording:
-        """What runs its code again."""
-        return HostRecording(work, self.on_host)
 
     def count_results(self, result: Any) -> None:
         """Count the tensors that an operation returned."""
