@@ -311,7 +311,7 @@ class Writes(Reads):
             case "an element":
                 mean[0] = 0.0
             case "assigned":
-                self.blocks[0].mean = torch.zeros(nets.WIDTH)
+                self.blocks[0].mean = torch.zeros_like(x[0])
             case "through data":
                 mean.data.mul_(0.5)
             case "a view":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from support.same_training import Net, assert_same_training
 from support.taking_turns import samples
 
 # How the layer comes to the other one.
-WAYS = ("list", "object", "tuple", "method", "module around it")
+WAYS = ("list", "object", "tuple", "method", "weak reference", "partial function", "module around it")
 # What that keeps.
 KINDS = ("number", "tensor", "entry", "of a part")
 
@@ -69,29 +71,42 @@ class Looks(nets.Block):
             "object": SimpleNamespace(other=other),
             "tuple": ((other,),),
             "method": other.kept,
+            "weak reference": weakref.ref(other),
+            "partial function": partial(Keeps.kept, other),
         }
         self.ways = {name: self.ways[name] for name in (self.way, "around") if name in self.ways}
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.way == "method":
-            return super().forward(x * self.ways["method"]())
-        other: Keeps = {
-            "list": lambda: self.ways["list"][0],
-            "object": lambda: self.ways["object"].other,
-            "tuple": lambda: self.ways["tuple"][0][0],
-            "module around it": lambda: self.ways["around"][0].last,
-        }[self.way]()
-        return super().forward(x * other.kept())
+        if self.way in ("method", "partial function"):
+            return super().forward(x * self.ways[self.way]())
+        return super().forward(x * self.other().kept())
+
+    def other(self) -> Keeps:
+        way = self.ways.get(self.way)
+        match self.way:
+            case "list":
+                found = way[0]
+            case "object":
+                found = way.other
+            case "tuple":
+                found = way[0][0]
+            case "weak reference":
+                found = way()
+            case _:
+                found = self.ways["around"][0].last
+        return found  # type: ignore[no-any-return]
 
 
 class Pair(nn.Module):
     def __init__(self, kind: str, way: str) -> None:
         super().__init__()
         self.first, self.between, self.last = Looks(way, self), nets.Block(), Keeps(kind)
-        self.first.look_at(self.last)
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
+        # Not before the model was copied.
+        if len(self.first.ways) == 1:
+            self.first.look_at(self.last)
         return F.mse_loss(self.last(self.between(self.first(x))), y)
 
 
@@ -113,6 +128,7 @@ def test_a_layer_finds_what_another_had_kept_when_it_was_called(kind: str, way: 
     train_as_plain(kind, way, num_microbatches)
 
 
+@pytest.mark.cpu
 def test_a_tensor_that_is_no_small_one_and_is_changed_in_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stash, "SMALLEST_BYTES", 0)
     with pytest.raises(
@@ -121,6 +137,7 @@ def test_a_tensor_that_is_no_small_one_and_is_changed_in_place_is_refused(monkey
         train_as_plain("tensor in place", "list", 1)
 
 
+@pytest.mark.cpu
 def test_a_small_tensor_that_is_changed_in_place_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stash, "SMALLEST_BYTES", 1024)
     train_as_plain("tensor in place", "list", 1)

@@ -17,6 +17,7 @@ from lightning_harmony.engine.measure.profile_cache import ProfileCache
 from lightning_harmony.engine.model.borrowed import BorrowedModules
 from lightning_harmony.engine.model.decompose import Layer, find_layers
 from lightning_harmony.engine.model.host_store import HostStore
+from lightning_harmony.engine.model.layer import part_buffers
 from lightning_harmony.engine.nodes.division import Division, parameters_of
 from lightning_harmony.engine.step.assembly import assemble
 from lightning_harmony.engine.step.executor import Executor
@@ -95,6 +96,8 @@ class Swapped:
         self._borrowed, self._has_caught_up = BorrowedModules(), False
         # Closes the engine, once: where another set-up is refused, there is none when the Trainer ends.
         self._closing = ExitStack()
+        if torch_devices[0].type != "cpu":
+            part_buffers(self._module)
         try:
             self._use(self._build_engine(settings.plan, devices, None), None)
         except BaseException:

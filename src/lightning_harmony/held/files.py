@@ -10,8 +10,8 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
+from lightning_harmony.engine.structures.object_state import attributes_of
 from lightning_harmony.engine.structures.packages import LIBRARIES
-from lightning_harmony.held.variables import attributes_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 # What a Trainer calls in a step.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
-from types import MethodType
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import nn
 
+from lightning_harmony.engine.structures.nested import reachable
 from lightning_harmony.held.held_state import Held, Kind
+from lightning_harmony.held.within import parts_within
+
+# What is in one place is followed through so many values.
+_MOST_FOLLOWED = 10_000
 
 
 class FoundElsewhere:
@@ -39,10 +43,25 @@ class FoundElsewhere:
     def _find(self, places: Sequence[Held]) -> Iterator[int]:
         trees = {id(held.owner._modules) for held in places if held.kind is Kind.MODULE}
         for held in places:
-            finders = self._layers.get(id(held.owner if held.root is None else held.root[0]), set[int]())
-            values = () if held.key in trees else (value for _, value in held.items())
-            for value in chain.from_iterable(each if type(each) is tuple else (each,) for each in values):
-                found = value.__self__ if type(value) is MethodType else value
-                for module in found.modules() if isinstance(found, nn.Module) else ():
+            finders = self._layers.get(id(owner_of(held)), set[int]())
+            values = [] if held.key in trees else [value for _, value in held.items()]
+            for found in islice(reachable(values, parts_within), _MOST_FOLLOWED):
+                # By its type: others answer by the user's code.
+                for module in found.modules() if issubclass(type(found), nn.Module) else ():
                     if id(module) in self._layers and not finders >= self._layers[id(module)]:
                         yield id(module)
+
+
+def owner_of(held: Held) -> Any:
+    """Whose attributes a place is, or whose lead to it."""
+    return held.owner if held.root is None else held.root[0]
+
+
+def is_attribute_of(held: Held, modules: Collection[int]) -> bool:
+    """Whether a place is the attributes of one of some modules, or a container among these and nowhere else.
+
+    Args:
+        held: the place.
+        modules: by identity.
+    """
+    return held.kind in (Kind.MODULE, Kind.CONTAINER) and not held.is_shared and id(owner_of(held)) in modules

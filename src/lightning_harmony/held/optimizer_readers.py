@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -14,12 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.structures.nested import is_ndarray, reachable
+from lightning_harmony.engine.structures.object_state import attributes_of
 from lightning_harmony.engine.structures.spans import Spans, span_of
-from lightning_harmony.held.files import content_of
-from lightning_harmony.held.held_state import FUNCTIONS, Held, Kind, in_one
+from lightning_harmony.held.held_state import Held, Kind, in_one
 from lightning_harmony.held.places import Places
-from lightning_harmony.held.variables import attributes_of
-from lightning_harmony.held.walk import bound_to
+from lightning_harmony.held.within import parts_within
 
 # Of a container that is data, the first elements tell what the others are.
 _MOST_ELEMENTS = 100
@@ -172,19 +170,7 @@ def _leads_to(value: Any, wanted: frozenset[int]) -> bool:
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    kind: Any = type(value)
-    if issubclass(kind, tuple):
-        return islice(tuple.__iter__(value), _MOST_ELEMENTS)
-    if issubclass(kind, weakref.ref):
-        return (value(),)
-    if issubclass(kind, FunctionType):
-        variables = map(content_of, value.__closure__ or ())
-        return (*variables, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-    if issubclass(kind, partial):
-        return value.func, value.args, *value.keywords.values()
-    if issubclass(kind, FUNCTIONS):
-        return (each for _, each in bound_to(value))
-    return _parts_of_scheduler(value) if _is_around_optimizers(kind) else ()
+    return _parts_of_scheduler(value) if _is_around_optimizers(type(value)) else parts_within(value)
 
 
 def _is_around_optimizers(kind: type) -> bool:

@@ -9,7 +9,7 @@ import gc
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from functools import cache, partial
-from types import CellType, GetSetDescriptorType, MemberDescriptorType
+from types import CellType, MemberDescriptorType
 from typing import Any
 
 from lightning_harmony.engine.structures.containers import MISSING, class_of_python, copied_content, put_value
@@ -182,22 +182,6 @@ def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
     """The slots that objects of a class have, by the names of the descriptors that hold them."""
     classes = [vars(each) for each in reversed(kind.__mro__) if "__slots__" in vars(each)]
     return {name: slot for each in classes for name, slot in each.items() if type(slot) is MemberDescriptorType}
-
-
-@cache
-def _dict_of(kind: type) -> Any:
-    found = (vars(each).get("__dict__") for each in kind.__mro__)
-    return next(
-        (each for each in found if type(each) is GetSetDescriptorType or type(each) is MemberDescriptorType), None
-    )
-
-
-def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The `__dict__` of an object, past the code of its class, which may make it up; None if there is none."""
-    kind: Any = type(value)
-    descriptor = _dict_of(kind)
-    found = None if descriptor is None else descriptor.__get__(value)
-    return found if type(found) is dict else None
 
 
 class AttributesOfClass(Variables):

@@ -34,6 +34,7 @@ from lightning_harmony.engine.lanes.ambient import share_thread_local
 from lightning_harmony.engine.lanes.lock_wait import LOCKS
 from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import size_of
+from lightning_harmony.engine.structures.object_state import attributes_of
 from lightning_harmony.engine.structures.packages import LIBRARIES
 from lightning_harmony.engine.structures.seekable import holds_iterator
 from lightning_harmony.engine.structures.tree import is_parameter
@@ -47,7 +48,6 @@ from lightning_harmony.held.variables import (
     PartsOf,
     SlotsOf,
     VariableOfClosure,
-    attributes_of,
     slots_of,
 )
 

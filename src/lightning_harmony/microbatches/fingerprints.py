@@ -30,6 +30,7 @@ from lightning_harmony.engine.model.attributes import LONGEST
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.engine.structures.object_state import attributes_of
 from lightning_harmony.engine.structures.packages import LIGHTNING
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
@@ -37,7 +38,7 @@ from lightning_harmony.held.cached_functions import Cached, filling_of
 from lightning_harmony.held.files import is_users
 from lightning_harmony.held.held_state import FUNCTIONS, Held, is_plain, mark_of, version_of
 from lightning_harmony.held.reads import Watched
-from lightning_harmony.held.variables import attributes_of, slots_of
+from lightning_harmony.held.variables import slots_of
 from lightning_harmony.held.walk import is_looked_into
 
 _OF_FILES = ("_io", "io")

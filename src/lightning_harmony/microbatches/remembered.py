@@ -18,10 +18,11 @@ from typing_extensions import override
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_content
 from lightning_harmony.engine.structures.nested import is_ndarray
-from lightning_harmony.engine.structures.object_state import restore_of
+from lightning_harmony.engine.structures.object_state import attributes_of, restore_of
 from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.engine.structures.parts import is_composed, parts_of
 from lightning_harmony.engine.structures.strides import assign, has_strides, narrowed
+from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.held.walk import OF_THREADS
 
 # Larger arrays are data.
@@ -61,7 +62,7 @@ class Remembered:
 
     def add_attributes(self, owner: Any) -> None:
         """Remember the attributes of an object."""
-        attributes = vars(owner)
+        attributes = attributes_of(owner) or {}
         self._undo.append(_undo_of_content(attributes))
         for name, value in list(attributes.items()):
             if name not in _REGISTRIES:
@@ -69,15 +70,17 @@ class Remembered:
 
     def add(self, value: Any) -> None:
         """Remember a value."""
-        if type(value) in _PLAIN:
+        # By its type: classes of one's own may count who asks.
+        kind: Any = type(value)
+        if kind in _PLAIN:
             return
-        if isinstance(value, tuple):
+        if issubclass(kind, tuple):
             for inner in value:
                 self.add(inner)
         elif id(value) in self._seen:
             return
         # Such as a metric in a plain dict.
-        elif isinstance(value, nn.Module):
+        elif issubclass(kind, nn.Module):
             for module in value.modules():
                 self.add_module(module)
         elif (undo := self._undo_of(value)) is not None:
@@ -87,7 +90,7 @@ class Remembered:
             for inner in _contents(value):
                 self.add(inner)
             # Of tensors, and of dicts of classes of their own, whose entries may be attributes, too.
-            if isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, OF_THREADS):
+            if attributes_of(value) is not None and not issubclass(kind, OF_THREADS):
                 self.add_attributes(value)
         elif _is_countable(value):
             self._seen.add(id(value))
@@ -99,13 +102,14 @@ class Remembered:
 
     def _undo_of(self, value: Any) -> Callable[[], None] | None:
         """What takes changes of a value back; None if nothing changes or that is not its own to say."""
-        if isinstance(value, nn.Parameter):
+        kind: Any = type(value)
+        if is_parameter(value):
             return None
-        if isinstance(value, Tensor):
+        if issubclass(kind, Tensor):
             return self.undo_of_tensor(value)
         if is_ndarray(value):
             return undo_of_array(value) if value.nbytes <= _LARGEST_COUNTS else None
-        is_container = type(value) in (list, deque) or isinstance(value, dict | set)
+        is_container = kind in (list, deque) or issubclass(kind, dict | set)
         return _undo_of_content(value) if is_container else restore_of(value)
 
 
@@ -157,8 +161,8 @@ def _is_countable(value: Any) -> bool:
     # Functions and methods say what they are in a class.
     if issubclass(kind, _LEFT_ALONE) or hasattr(kind, "__get__") or kind.__module__.startswith(_OWN_PACKAGE):
         return False
-    attributes = getattr(value, "__dict__", None)
-    return isinstance(attributes, dict) and not any(isinstance(held, OF_THREADS) for held in attributes.values())
+    attributes = attributes_of(value)
+    return attributes is not None and not any(issubclass(type(held), OF_THREADS) for held in attributes.values())
 
 
 def undo_of_tensor(value: Tensor, place: torch.device | None = None) -> Callable[[], None]:

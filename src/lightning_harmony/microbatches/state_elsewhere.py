@@ -29,7 +29,7 @@ from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.held.cached_functions import CacheThen, cached_in, filling_of
-from lightning_harmony.held.found_elsewhere import FoundElsewhere
+from lightning_harmony.held.found_elsewhere import FoundElsewhere, is_attribute_of
 from lightning_harmony.held.held_state import Held, Kind, Marks, joint_marks
 from lightning_harmony.held.places import Places, Together
 from lightning_harmony.held.variables import Chosen
@@ -356,21 +356,9 @@ class StateElsewhere:
                 held = together.places[number]
                 self._keep(objects, number, held, found[number])
             self._new.clear()
-            kept = self._kept_of(objects)
+            kept = _kept_of(objects)
             restore = self._restoring(together, objects.given)
-        return FoundAtCall(restore, partial(self._as_it_was, self._step, together, found, kept))
-
-    def _kept_of(self, objects: ObjectsOfCall) -> list[tuple[Held, _Moment]]:
-        """What some objects lead to that a layer is called with, and finds in them when it runs again."""
-        kept = [(held, _Moment()) for held in _places_of(objects.again)]
-        for held, moment in kept:
-            moment.keep(
-                held,
-                lambda each: KeptTensor(objects.stash(detached(each)), each) if is_small(each) else None,
-                0,
-                objects.staying,
-            )
-        return kept
+        return FoundAtCall(restore, partial(self._as_it_was, self._step, together, found, kept, objects.own))
 
     def _restoring(self, together: Together, given: Iterable[Any]) -> Callable[[], str | None]:
         """What makes all what it is now, while the call is running; the name of what is changed in place, if any is."""
@@ -394,7 +382,12 @@ class StateElsewhere:
 
     @contextmanager
     def _as_it_was(
-        self, step: int, together: Together, found: list[_Moment], kept: list[tuple[Held, _Moment]]
+        self,
+        step: int,
+        together: Together,
+        found: list[_Moment],
+        kept: list[tuple[Held, _Moment]],
+        own: Collection[int],
     ) -> Iterator[None]:
         with DisableTorchFunctionSubclass():
             if self._is_begun and self._step == step:
@@ -402,6 +395,8 @@ class StateElsewhere:
             else:
                 # A graph may be kept for longer than its step.
                 numbers, copies = list(range(len(found))), [held.look() for held in together.places]
+            # The recompute sees to the layer's own.
+            numbers = [number for number in numbers if not is_attribute_of(together.places[number], own)]
             before = [(held, held.look()) for held, _ in kept]
             before += [(together.places[number], copies[number]) for number in numbers]
             # Of all, before any is as it was: several places may hold one generator.
@@ -425,6 +420,19 @@ class StateElsewhere:
 def _places_of(values: Iterable[Any]) -> list[Held]:
     """The places that some values lead to, but what other threads may change."""
     return [held for held in WalkOf(values).take_places() if not held.is_of_threads] if values else []
+
+
+def _kept_of(objects: ObjectsOfCall) -> list[tuple[Held, _Moment]]:
+    """What some objects lead to that a layer is called with, and finds in them when it runs again."""
+    kept = [(held, _Moment()) for held in _places_of(objects.again)]
+    for held, moment in kept:
+        moment.keep(
+            held,
+            lambda each: KeptTensor(objects.stash(detached(each)), each) if is_small(each) else None,
+            0,
+            objects.staying,
+        )
+    return kept
 
 
 def _differing(one: list[_Moment], other: list[_Moment]) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_harmony.engine.structures.nested import reachable
+from lightning_harmony.engine.structures.object_state import attributes_of
 
 # Of a long list of samples, the first ones tell what the others are.
 _MOST_ELEMENTS = 100
@@ -115,7 +116,7 @@ def _held(each: Any) -> Iterator[Any]:
             yield from islice(elements(each), _MOST_ELEMENTS)
     if issubclass(type(each), FunctionType):
         yield from each.__closure__ or ()
-        yield from each.__defaults__ or ()
+        yield from (*(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values())
     elif issubclass(type(each), CellType):
         # It may be empty.
         with suppress(ValueError):
@@ -124,6 +125,4 @@ def _held(each: Any) -> Iterator[Any]:
         yield each.__self__
     elif issubclass(type(each), partial):
         yield from (each.func, each.args, each.keywords)
-    with suppress(AttributeError):
-        # Not by way of the object's own code.
-        yield from list(object.__getattribute__(each, "__dict__").values())
+    yield from list((attributes_of(each) or {}).values())

@@ -84,8 +84,8 @@ class Recompute:
         if is_certain:
             again = [leaf for leaf in self._objects if not isinstance(leaf, StashedObject | NoneType)]
             given = self._arguments.given if with_graph else ()
-            staying, stash = self._layer.attributes.staying.memory(), self._runtime.stash
-            objects = ObjectsOfCall(given, again, self.attributes.objects, stash, staying)
+            own, stash = self._layer.attributes, self._runtime.stash
+            objects = ObjectsOfCall(given, again, self.attributes.objects, stash, own.staying.memory(), own.modules)
             found = self._runtime.listeners.on_call(objects)
             self._random, self._ambient = RandomState.capture(residency.cuda_index), AmbientState()
         self._restore, self._elsewhere = found

@@ -31,6 +31,7 @@ class ObjectsOfCall(NamedTuple):
         held: those among its attributes.
         stash: keeps a tensor for when it runs again.
         staying: the memory of buffers that are then what they are now, by identity.
+        own: the modules of the layer, by identity: its attributes are then what they are now.
     """
 
     given: Sequence[Any]
@@ -38,6 +39,7 @@ class ObjectsOfCall(NamedTuple):
     held: Sequence[Any]
     stash: Callable[[Tensor], Stashed]
     staying: Collection[int]
+    own: Collection[int]
 
 
 class FoundAtCall(NamedTuple):

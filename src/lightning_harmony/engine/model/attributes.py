@@ -207,6 +207,7 @@ class AttributesOfLayer:
 
     Attributes:
         may_hold_tensors: whether tensors were ever among them, as far as is known.
+        modules: those of the layer, by identity.
         staying: the buffers of any layer that stay where they are: the same for all layers.
 
     Args:
@@ -216,7 +217,7 @@ class AttributesOfLayer:
 
     def __init__(self, modules: Sequence[nn.Module], buffers: Collection[tuple[nn.Module, str]]) -> None:
         self._swapped = [{name for owner, name in buffers if owner is module} for module in modules]
-        self.staying = StayingBuffers()
+        self.modules, self.staying = frozenset(map(id, modules)), StayingBuffers()
         self.may_hold_tensors = True
         self._num_calls = 0
         self._has_read = False

@@ -17,8 +17,10 @@ from lightning_harmony.engine.model.companions import Companions
 from lightning_harmony.engine.model.derived import derived_weights
 from lightning_harmony.engine.model.parameter_places import Place, containers_of, places_of
 from lightning_harmony.engine.model.weight_copies import WeightCopies
+from lightning_harmony.engine.structures.memory_users import has_other_users, num_holders
 from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
+from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.errors import UnswappableBufferError
 
 BufferKey = tuple[nn.Module, str]
@@ -407,6 +409,15 @@ def buffers_of(module: nn.Module) -> list[BufferKey]:
     return [
         (owner, name) for owner in module.modules() for name, buffer in owner._buffers.items() if buffer is not None
     ]
+
+
+def part_buffers(module: nn.Module) -> None:
+    """Let each buffer be a tensor of its own, which nobody else has: as plain Lightning leaves them on another device."""
+    for owner, name in buffers_of(module):
+        is_shared = num_holders(owner._buffers, name) > 1
+        buffer = owner._buffers[name]
+        if type(buffer) is Tensor and (is_shared or has_other_users(buffer)):
+            owner._buffers[name] = copied(buffer)
 
 
 def move_buffers(keys: Sequence[BufferKey], device: torch.device) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 import torch
@@ -71,3 +72,19 @@ def restore_of(value: Any) -> Callable[[], None] | None:
     """What makes a generator, an iterator or an array what it is now; None of anything else."""
     access = Access.of_generator(value) or Access.of_array(value)
     return None if access is None else partial(access.set, access.get())
+
+
+@cache
+def _dict_of(kind: type) -> Any:
+    found = (vars(each).get("__dict__") for each in kind.__mro__)
+    return next(
+        (each for each in found if type(each) is GetSetDescriptorType or type(each) is MemberDescriptorType), None
+    )
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The `__dict__` of an object, past the code of its class, which may make it up; None if there is none."""
+    kind: Any = type(value)
+    descriptor = _dict_of(kind)
+    found = None if descriptor is None else descriptor.__get__(value)
+    return found if type(found) is dict else None
