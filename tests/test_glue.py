@@ -189,6 +189,24 @@ def test_a_step_may_differentiate_and_compare_by_itself(kind: type[Inner], devic
     assert_same_training(Net(kind()), torch.randn(24, WIDTH), devices=devices)
 
 
+class OfAllOutputsAtOnce(Inner):
+    """The backward of a Jacobian, vectorized over its rows."""
+
+    def gradient(self, x: Tensor) -> Tensor:
+        outputs = self.run(x).sum(0)
+
+        def row(direction: Tensor) -> Tensor:
+            return torch.autograd.grad(outputs, x, direction, retain_graph=True)[0]
+
+        jacobian: Tensor = torch.vmap(row)(torch.eye(WIDTH, device=x.device))
+        return jacobian.mean(0)
+
+
+def test_a_backward_within_a_step_may_be_vectorized() -> None:
+    torch.manual_seed(0)
+    assert_same_training(Net(OfAllOutputsAtOnce()), torch.randn(24, WIDTH), devices=1)
+
+
 class Normalizes(nn.Module):
     """Between layers, with statistics that are frozen parameters."""
 

@@ -81,3 +81,15 @@ def test_gradients_of_parameters_that_would_have_to_be_returned_are_refused() ->
     loss, _, _ = probed(module)
     with pytest.raises(UnsupportedModelError, match=r"'model\.layer'.* read p\.grad"):
         torch.autograd.grad(loss, list(module.parameters()), allow_unused=True)
+
+
+def test_gradients_of_all_leaves_that_a_graph_has_are_refused() -> None:
+    """As code finds them that walks through the graph: torch said that a leaf node was passed to one of its own functions."""
+    loss, _, _ = probed(nn.Linear(3, 3))
+    leaves, nodes = list[Tensor](), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        nodes += [following for following, _ in getattr(node, "next_functions", ()) if following is not None]
+    with pytest.raises(UnsupportedModelError, match=r"'model\.layer'.* read p\.grad"):
+        torch.autograd.grad(loss, leaves, allow_unused=True)

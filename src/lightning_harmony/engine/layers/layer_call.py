@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 
@@ -313,7 +314,7 @@ class LayerCall:
             self._found.refuse_changed()
         if self.runtime.open_call.call is self and (saved is None or saved.content is not None):
             return
-        with self.runtime.calling():
+        with self.runtime.calling(), _out_of_transforms():
             self.enter()
             if saved is not None and saved.content is None:
                 self._refill()
@@ -372,6 +373,11 @@ def _weight_again(call: LayerCall, parameter: nn.Parameter) -> Tensor:
     """A weight of a call, of which a backward asks for a view that was saved."""
     call.open()
     return call.residency.leaves[parameter]
+
+
+def _out_of_transforms() -> AbstractContextManager[Any]:
+    """The context in which a backward that is vectorized over gradients, by torch.vmap, finds what one alone does."""
+    return temporarily_clear_interpreter_stack() if torch._C._are_functorch_transforms_active() else NO_CONTEXT
 
 
 def _saving(save: Callable[[Tensor], Any], *, is_compiled: bool) -> AbstractContextManager[Any]:

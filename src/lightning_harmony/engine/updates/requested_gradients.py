@@ -34,11 +34,10 @@ def requested_gradients(anchor: Any, parameters: Iterable[nn.Parameter], what: s
         UnsupportedModelError: if the backward is to return gradients of any of them, or it asks for some, and nobody knows
             which, as others have hooks.
     """
-    executes = torch._C._will_engine_execute_node
-    if anchor is None or not executes(anchor):
+    if anchor is None or not _executes(anchor, what):
         return frozenset()
     leaf = anchor.next_functions[0][0] if anchor.next_functions else anchor
-    if executes(leaf):
+    if _executes(leaf, what):
         # Nobody asks for the anchor itself: a backward that comes to it goes everywhere.
         return frozenset(parameters)
     return frozenset(parameter for parameter in parameters if parameter.requires_grad and _sums(parameter, what))
@@ -50,10 +49,15 @@ def _sums(parameter: nn.Parameter, what: str) -> bool:
             f"backward(inputs=...) asks for some parameters of {what}, of which one has a hook (register_hook), so that "
             "nobody knows whether it is asked for, too: call backward() without inputs, or change its gradient afterwards"
         )
+    return _executes(get_gradient_edge(parameter).node, what)
+
+
+def _executes(node: Any, what: str) -> bool:
     try:
-        executes: bool = torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+        executes: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError as error:
-        # The engine does not say, of a leaf whose gradient it is to return.
+        # The engine does not say, of a leaf whose gradient it is to return. An anchor is one, too, to code that looks for all
+        # leaves of a graph.
         raise UnsupportedModelError(
             f"gradients are asked for by parameters of {what}, as by torch.autograd.grad(loss, parameters), but come to "
             "p.grad alone while layers are swapped: call backward(), or backward(inputs=parameters), and read p.grad"
