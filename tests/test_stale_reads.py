@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -12,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_harmony import HarmonyStrategy
 from lightning_harmony.held.reads import Readers, Watched, version_of
 from support import nets
-from support.same_training import Net, assert_same_training, room, root
+from support.same_training import Net, assert_same_training, room, root, train_harmony, train_plain
 from support.sampling import combined
 from support.taking_turns import samples, takes_turns
 
@@ -367,6 +369,69 @@ def test_what_hooks_keep_is_each_microbatchs_own(hook: Any) -> None:
 @pytest.mark.parametrize("hook", HOOKS, ids=named)
 def test_what_hooks_keep_does_not_keep_microbatches_from_taking_turns(hook: Any, caplog: Any) -> None:
     assert takes_turns(Hooked(hook), caplog) == (True, [])
+
+
+AVERAGING: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "copied": lambda average, weight: average.copy_(weight),
+    "moved": lambda average, weight: average.lerp_(weight, 0.1),
+    "of detached ones": lambda average, weight: average.sub_(0.1 * (average - weight.detach())),
+}
+
+
+class FollowsWeights(nn.Module):
+    """Its step changes averages of its weights, which are in a list, as those of packages for averages are."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*[nets.Block() for _ in range(3)])
+        self.change = change
+        self.followed = list(self.blocks.parameters())
+        self.averages = [parameter.detach().clone() for parameter in self.followed]
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        loss = F.mse_loss(self.blocks(x), y)
+        with torch.no_grad():
+            for average, weight in zip(self.averages, self.followed, strict=True):
+                self.change(average, weight)
+        return loss
+
+
+# On a GPU, the averages stay on the host.
+@pytest.mark.cpu
+@pytest.mark.parametrize("change", AVERAGING.values(), ids=AVERAGING)
+def test_averages_of_weights_in_a_list_are_those_of_plain_lightning(change: Any) -> None:
+    """They were no numbers: what watches who reads them took what stands for a weight in a step for the weight itself."""
+    module = Net(FollowsWeights(change))
+    plain, swapped = copy.deepcopy(module), copy.deepcopy(module)
+    train_plain(plain, samples(), 4, 8)
+    train_harmony(swapped, samples(), HarmonyStrategy(num_microbatches=4), 8, with_gradients=False)
+    assert all(map(torch.equal, plain.net.averages, swapped.net.averages))
+
+
+class Halved(Tensor):
+    """Products of these are half of what they are elsewhere."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert all(issubclass(kind, Halved) for kind in types)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            return result / 2 if func in (torch.mul, Tensor.mul) else result
+
+
+def test_what_is_watched_leaves_operations_to_other_classes() -> None:
+    """Their code was passed over, without a word."""
+    read: list[str] = []
+    readers, tensor = Readers((), lambda place: None, read.append), torch.ones(3)
+    other = torch.ones(3).as_subclass(Halved)
+    readers.watch(tensor, "found")
+    tensor.copy_(other)
+    assert (type(tensor), read) == (Watched, [])
+    assert torch.mul(tensor, other).tolist() == [0.5] * 3
+    assert (type(tensor), read) == (Tensor, ["found"])
+    readers.close()
 
 
 def test_to_look_at_the_version_of_what_is_watched_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

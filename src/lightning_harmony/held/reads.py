@@ -34,6 +34,7 @@ _ATTRIBUTES_WITH_DATA = frozenset(("data", "T", "mT", "H", "mH", "real", "imag")
 
 
 _READERS = "_lightning_harmony_readers"
+_OWN = f"{__name__.partition('.')[0]}."
 
 
 def _let_go(tensor: Tensor) -> None:
@@ -61,8 +62,27 @@ class Watched(Tensor):
             readers = vars(tensor).get(_READERS) if type(tensor) is Watched else None
             if readers is not None:
                 readers.note([tensor])
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        others = [kind for kind in types if not issubclass(kind, Watched)]
+        if not others:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if any(kind.__module__.startswith(_OWN) for kind in others):
+            # What stands for a parameter or buffer has nothing in it, and puts that there.
+            return NotImplemented
+        return _as_plain(func, args, kwargs)
+
+
+def _as_plain(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function that other classes of tensors answer, too: their code finds none of ours."""
+    watched: list[Tensor] = [each for each in tensors_of(*args, *kwargs.values()) if issubclass(type(each), Watched)]
+    for tensor in watched:
+        tensor.__class__ = Tensor
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for tensor in watched:
+            if _READERS in vars(tensor):
+                tensor.__class__ = Watched
 
 
 # The places found in the attributes of objects, by the identities of these, and who is told that one is read.
