@@ -76,6 +76,14 @@ def test_a_parameter_may_be_added_in_place(devices: int) -> None:
 
 
 class Holder:
+    def __init__(self, parameter: Any) -> None:
+        self.parameter = parameter
+        self.itself = self
+
+
+class Slotted:
+    __slots__ = ("parameter",)
+
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
 
@@ -83,6 +91,11 @@ class Holder:
 WAYS: Mapping[str, tuple[Callable[[nn.Parameter], Any], Callable[[Any], Tensor]]] = {
     "a tuple": (lambda w: (w,), lambda held: held[0]),
     "an object": (Holder, lambda held: held.parameter),
+    "objects in each other": (
+        lambda w: Holder([{"one": Holder((w,))}]),
+        lambda held: held.parameter[0]["one"].parameter[0],
+    ),
+    "slots": (Slotted, lambda held: held.parameter),
     "a partial": (lambda w: partial(torch.mul, 1.0, w), lambda held: held()),
     "a nested dict": (lambda w: {"all": [w]}, lambda held: held["all"][0]),
     "a list": (lambda w: [w], lambda held: held[0]),
@@ -112,7 +125,7 @@ def test_a_parameter_that_swapping_does_not_see_is_refused(way: str) -> None:
     # Its gradient went to the parameter by itself, and the update never saw it.
     torch.manual_seed(0)
     samples = torch.randn(24, WIDTH)
-    if way not in ("an object", "a partial"):
+    if way not in ("slots", "a partial"):
         assert_same_training(Net(Penalized(way)), samples, layers=[nn.Linear], tolerance=1e-5)
         return
     module = Net(Penalized(way))
@@ -121,6 +134,69 @@ def test_a_parameter_that_swapping_does_not_see_is_refused(way: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"parameter 'net\.weight'.*attribute of its module"):
         train_harmony(module, samples, strategy, 8, with_gradients=False)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+class ThroughAnObject(nn.Module):
+    """Its weight is what an object has of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.weight, self.other = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2))
+        self.held = Holder(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.first(x) @ self.held.parameter).tanh()
+
+
+class LetsGo(ThroughAnObject):
+    """Its object has the weight only while it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.held.parameter = self.weight
+        result = super().forward(x)
+        self.held.parameter = None
+        return result
+
+
+class InTurn(ThroughAnObject):
+    """Its object has one weight after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in (self.other, self.weight, self.other):
+            self.held.parameter = weight
+            x = (x @ self.held.parameter).tanh()
+        return self.first(x)
+
+
+class Scaled(ThroughAnObject):
+    """Its object has no weight any more when it runs, but what is made of one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.held.parameter = self.other * 2
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("is_layer", [True, False])
+@pytest.mark.parametrize("kind", [ThroughAnObject, LetsGo, InTurn, Scaled])
+def test_objects_that_have_weights_may_change_them(kind: type[ThroughAnObject], is_layer: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), kind(), nn.Linear(WIDTH, WIDTH), Squared())
+    layers = [nn.Linear, kind] if is_layer else [nn.Linear]
+    assert_same_training(Net(net), torch.randn(24, WIDTH), layers=layers, tolerance=1e-6 if kind is InTurn else 0)
+
+
+def test_objects_have_the_users_parameters_when_a_fit_is_over() -> None:
+    module = Net(nn.Sequential(nn.Linear(WIDTH, WIDTH), *(kind() for kind in (ThroughAnObject, InTurn)), Squared()))
+    train_harmony(module, torch.randn(24, WIDTH), HarmonyStrategy(layers=[nn.Linear]), 8, with_gradients=False)
+    _, one, last, _ = module.net
+    assert one.held.parameter is one.weight
+    assert last.held.parameter is last.other
+
+
+class Squared(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.pow(2).mean()
 
 
 class Inner(nn.Module):

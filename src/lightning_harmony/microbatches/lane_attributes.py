@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import is_derived
 from lightning_harmony.engine.structures.containers import MISSING, put_content, put_value
+from lightning_harmony.engine.structures.tree import stood_for
 from lightning_harmony.held.equal_objects import are_equal_objects
 from lightning_harmony.held.held_state import ALL, Held, Kind
 from lightning_harmony.held.places import Contents, Places, Together
@@ -146,7 +147,7 @@ class _Space:
 
     def _is_late(self, name: Any, ran: Collection[int]) -> bool:
         before, now = self._base_of(name), self.content.get(name, MISSING)
-        if now is before or name in self.harmless or name in OF_TORCH or is_derived(now):
+        if stood_for(now) is stood_for(before) or name in self.harmless or name in OF_TORCH or is_derived(now):
             return False
         if name in self.counters:
             return any(self.own.get(m, {}).get(name) != before + (m + 1) * self.counters[name] for m in ran)
@@ -171,7 +172,8 @@ class _Space:
 
     def _is_own(self, name: Any, value: Any) -> bool:
         before = self.seen.get(name, MISSING)
-        if value is before or name in self.harmless or ALL in self.harmless:
+        # While a step runs, an object has what stands for a parameter.
+        if stood_for(value) is stood_for(before) or name in self.harmless or ALL in self.harmless:
             return False
         return name in self.counters or self._is_switched(name, value, before)
 

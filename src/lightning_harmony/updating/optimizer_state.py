@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_harmony.engine.glue.equal_stand_ins import stood_for
 from lightning_harmony.engine.glue.glue import StandIn
 from lightning_harmony.engine.nodes.division import Division
+from lightning_harmony.engine.structures.tree import stood_for
 from lightning_harmony.engine.updates.device_step import ASSUMED_STATE_COPIES
 
 # Host bytes of optimizer state per parameter byte, where it is known before the first step.

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_harmony.engine.structures.tree import stood_for
+
 COMPARING = frozenset((Tensor.eq, Tensor.__eq__))
 
 
@@ -27,11 +29,6 @@ class EqualStandIns(Tensor):
             return True
         args, kwargs = tree_map_only(EqualStandIns, lambda each: each._compute(), (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def stood_for(value: Any) -> Any:
-    """The parameter that a stand-in takes the place of; anything else is itself."""
-    return getattr(value, "stands_for", value)
 
 
 def equal_stand_ins(compute: Callable[..., Tensor], one: Any, other: Any) -> EqualStandIns | None:

@@ -31,7 +31,7 @@ from lightning_harmony.engine.glue.uses import Token, Use
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import SwappedLayer, dtype_on_device, layer_of_caller
-from lightning_harmony.engine.model.parameter_places import Place, is_replaced
+from lightning_harmony.engine.model.parameter_places import Place, is_free, is_replaced, what_is_in
 from lightning_harmony.engine.structures.operations import Versioned, changes_first, state_for
 from lightning_harmony.engine.structures.parts import cloned, is_composed, parts_of
 from lightning_harmony.engine.structures.strides import ViewAgain, copied, one_element
@@ -346,7 +346,8 @@ class Glue:
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
         """Stand-ins take the parameters' places within the context."""
-        shown = [(place, self._stand_in(place.parameter)) for place in self._places]
+        held = [place for place in self._places if not is_free(place)]
+        shown = [(place, self._stand_in(place.parameter)) for place in held]
         guards = [_refuse_gradients_of(place.parameter, self._runtime) for place in self._places if _is_trained(place)]
         for place, stand_in in shown:
             place.container[place.key] = stand_in
@@ -357,10 +358,15 @@ class Glue:
             for guard in guards:
                 guard.remove()
             for place, _ in shown:
-                left.append(place.container.get(place.key) if isinstance(place.container, dict) else None)
-                place.container[place.key] = place.parameter
+                left.append(what_is_in(place))
+                if not is_free(place):
+                    place.container[place.key] = place.parameter
+            for place in self._places:
+                # An object may have taken another parameter.
+                if place.is_in_object and isinstance(now := what_is_in(place), StandIn):
+                    place.container[place.key] = now.stands_for
         for (place, stand_in), now in zip(shown, left, strict=True):
-            if isinstance(place.container, dict) and now is not stand_in:
+            if isinstance(place.container, dict) and not (place.is_in_object or now is stand_in):
                 raise UnsupportedModelError(changed_in_step(stand_in))
 
     def _stand_in(self, parameter: nn.Parameter) -> StandIn:
@@ -413,9 +419,9 @@ def _refuse_gradients_of(parameter: nn.Parameter, runtime: Runtime) -> Removable
 
     def refuse(parameter: nn.Parameter) -> None:
         raise UnsupportedModelError(
-            f"the step uses parameter {runtime.glue_layer(parameter).name!r} where swapping does not see it, such as in an "
-            "object, functools.partial or the optimizer's groups: use it as the attribute of its module, or keep it in a "
-            "list, dict or tuple that is one"
+            f"the step uses parameter {runtime.glue_layer(parameter).name!r} where swapping does not see it, such as in a "
+            "functools.partial, slots of an object or the optimizer's groups: use it as the attribute of its module, or keep "
+            "it in a list, dict, tuple or attribute of an object that is one"
         )
 
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(refuse)

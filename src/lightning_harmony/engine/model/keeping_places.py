@@ -79,7 +79,15 @@ def places_of(value: Any, owner: int | None, seen: set[int], depth: int) -> Iter
             seen.add(id(value))
             yield from places_within(value, owner, seen, depth + 1)
         return
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict) and type(value).__module__.partition(".")[0] not in _LIBRARIES:
+    if (attributes := attributes_of(value)) is not None:
         seen.add(id(value))
         yield from places_within(attributes, id(value), seen, depth + 1)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Where an object has its attributes that may keep something of a layer; None if it has none, or is of a library."""
+    if type(value) in weakref.ProxyTypes or isinstance(value, _ATOMS):
+        return None
+    attributes = getattr(value, "__dict__", None)
+    is_of_library = type(value).__module__.partition(".")[0] in _LIBRARIES
+    return attributes if isinstance(attributes, dict) and not is_of_library else None

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from lightning_harmony.engine.model.attributes import AttributesOfLayer
 from lightning_harmony.engine.model.companions import Companions
 from lightning_harmony.engine.model.derived import derived_weights
-from lightning_harmony.engine.model.parameter_places import Place, containers_of, places_of
+from lightning_harmony.engine.model.parameter_places import Place, containers_of, is_free, places_of, what_is_in
 from lightning_harmony.engine.model.weight_copies import WeightCopies
 from lightning_harmony.engine.structures.memory_users import has_other_users, num_holders
 from lightning_harmony.engine.structures.operations import version_of
@@ -179,7 +179,9 @@ class SwappedLayer:
         types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in alone}
         self.narrow = {parameter: dtype for parameter, dtype in types.items() if dtype != parameter.dtype}
         self.read_wide: set[nn.Parameter] = set()
-        self._places = places_of(module, self.parameters) if module is not None else []
+        places = places_of(module, self.parameters) if module is not None else []
+        self._places = [place for place in places if not place.is_in_object]
+        self._places_in_objects = [place for place in places if place.is_in_object]
         self._containers = containers_of(module, self._places) if module is not None else []
         self.derived = derived_weights(module) if module is not None else []
         self.is_parametrized = module is not None and any(map(parametrize.is_parametrized, module.modules()))
@@ -327,6 +329,8 @@ class _Bound:
         self, layer: SwappedLayer, parameters: Mapping[nn.Parameter, Tensor], buffers: Mapping[BufferKey, Tensor]
     ) -> None:
         self._places, self._parameters, self._buffers = layer._places, parameters, buffers
+        if layer._places_in_objects:
+            self._places = [*self._places, *(place for place in layer._places_in_objects if not is_free(place))]
         self._containers: Any = layer._containers
         self._derived: Any = layer.derived
 
@@ -352,7 +356,9 @@ class _Bound:
             self._outside_buffers[key] = tensors.get(key[1])
             tensors[key[1]] = value
         for place, value in zip(self._places, self._outside, strict=True):
-            place.container[place.key] = value
+            # The layer's code may have put something else into an object.
+            if not place.is_in_object or what_is_in(place) is self._parameters[place.parameter]:
+                place.container[place.key] = value
         # What the code made of the weights would keep them on the device.
         for attributes, name, container in self._containers:
             attributes[name] = container

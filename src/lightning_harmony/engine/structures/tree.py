@@ -77,6 +77,11 @@ def has_other_nodes(value: Any) -> bool:
     return type(value) in SUPPORTED_NODES
 
 
+def stood_for(value: Any) -> Any:
+    """The parameter that a stand-in takes the place of; anything else is itself."""
+    return getattr(value, "stands_for", value) if issubclass(type(value), Tensor) else value
+
+
 def is_parameter(value: Any) -> bool:
     """Whether a value is a parameter, or stands for one, also without gradients.
 
