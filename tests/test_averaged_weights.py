@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -16,7 +18,16 @@ from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import UnsupportedModelError
 from support import nets
 from support.device_updates import OPTIMIZERS
-from support.same_training import Net, assert_same_training, compare, root, train_harmony, train_plain, trainer_for
+from support.same_training import (
+    Net,
+    assert_same_training,
+    compare,
+    room,
+    root,
+    train_harmony,
+    train_plain,
+    trainer_for,
+)
 from support.sampling import combined
 
 STEPS = 3
@@ -413,3 +424,56 @@ def test_an_average_within_the_layer_that_trains_is_refused_with_a_way_out() -> 
     with pytest.raises(UnsupportedModelError, match=r"layers of smaller modules with HarmonyStrategy\(layers="):
         assert_same_training(module, data, layers=[WithItsAverage])
     assert_same_training(module, data, layers=[nn.Linear])
+
+
+FOLLOWING: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "in place": lambda own, other: own.lerp_(other, 0.1),
+    "past torch's count": lambda own, other: own.data.lerp_(other.data, 0.1),
+    "by other data": lambda own, other: setattr(own, "data", 0.9 * own.data + 0.1 * other.data),
+}
+
+
+class HiddenTeacher(nn.Module):
+    """A teacher that is no submodule, as it is not to be trained or saved, follows the weights at the end of each step.
+
+    Args:
+        is_listed: whether a list has it; else an object.
+        is_whole: whether that is the module; else its parameters.
+        follow: changes a weight of the teacher.
+    """
+
+    def __init__(self, is_listed: bool, is_whole: bool, follow: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nets.Block() for _ in range(4))
+        self.last = nn.Linear(nets.WIDTH, nets.WIDTH)
+        teacher = nn.Linear(nets.WIDTH, nets.WIDTH).requires_grad_(False)
+        held: Any = teacher if is_whole else list(teacher.parameters())
+        self.held: Any = [held] if is_listed else SimpleNamespace(held=held)
+        self.follow = follow
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.held[0] if isinstance(self.held, list) else self.held.held
+        weight, bias = list(held.parameters()) if isinstance(held, nn.Module) else held
+        x = self.blocks[0](x)
+        taught = F.linear(x.detach(), weight, bias).tanh()
+        for block in self.blocks[1:]:
+            x = block(x)
+        loss = F.mse_loss(self.last(x), taught)
+        with torch.no_grad():
+            for own, other in zip((weight, bias), self.last.parameters(), strict=True):
+                self.follow(own, other)
+        return loss
+
+
+# On a GPU, nothing brings the teacher there.
+@pytest.mark.cpu
+@pytest.mark.parametrize("follow", FOLLOWING.values(), ids=FOLLOWING)
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_teacher_that_is_no_submodule_follows_as_in_plain_lightning(
+    is_listed: bool, is_whole: bool, follow: Any
+) -> None:
+    """Microbatches that took turns all found it as the step began, without a word."""
+    module = Net(HiddenTeacher(is_listed, is_whole, follow))
+    assert_same_training(module, torch.randn(24, nets.WIDTH), device_memory=room("40KiB"))

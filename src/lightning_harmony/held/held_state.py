@@ -37,7 +37,7 @@ from lightning_harmony.engine.structures.seekable import (
     is_fixed,
     make_seekable,
 )
-from lightning_harmony.engine.structures.tree import is_parameter
+from lightning_harmony.engine.structures.tree import is_swapped
 from lightning_harmony.held.cached_functions import cached_in
 from lightning_harmony.held.variables import EntriesOf, Variables
 
@@ -46,7 +46,7 @@ SWITCHED = (list, deque, set, dict, OrderedDict, defaultdict)
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, staticmethod, classmethod, property)
 # What is looked into by itself, or does not change: nothing tells by itself that it was changed in place.
-_UNMARKED = frozenset((*_PLAIN, *FUNCTIONS, *SWITCHED, tuple, type, nn.Parameter, torch.dtype, torch.device))
+_UNMARKED = frozenset((*_PLAIN, *FUNCTIONS, *SWITCHED, tuple, type, torch.dtype, torch.device))
 # In place of a name: all of a list, set or dict.
 ALL = object()
 _VERSION = attrgetter("_version")
@@ -287,7 +287,7 @@ def _holds_tensors(value: Any) -> bool:
     kind = type(value)
     if kind is tuple:
         return any(map(_holds_tensors, value))
-    return issubclass(kind, Tensor) and not is_parameter(value)
+    return issubclass(kind, Tensor) and not is_swapped(value)
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -306,7 +306,7 @@ def mark_of(value: Any) -> Any:
     if kind in _UNMARKED or issubclass(kind, (nn.Module, ModuleType)):
         return None
     if issubclass(kind, Tensor):
-        return None if is_parameter(value) else version_of(value)
+        return None if is_swapped(value) else version_of(value)
     if kind in LOCKS:
         return is_held(value)
     array = Access.of_array(value)

@@ -37,7 +37,7 @@ from lightning_harmony.engine.structures.containers import size_of
 from lightning_harmony.engine.structures.object_state import attributes_of
 from lightning_harmony.engine.structures.packages import LIBRARIES
 from lightning_harmony.engine.structures.seekable import holds_iterator
-from lightning_harmony.engine.structures.tree import is_parameter
+from lightning_harmony.engine.structures.tree import is_swapped
 from lightning_harmony.held.cached_functions import Cached
 from lightning_harmony.held.files import Code, by_identity, is_of_libraries, is_own, is_users
 from lightning_harmony.held.held_state import FUNCTIONS, SWITCHED, Held, Kind, Leads, is_plain
@@ -119,7 +119,8 @@ class Walk:
             return False
         if kind is tuple:
             return any(map(self.may_lead, value))
-        return issubclass(kind, (*_CONTAINERS, *FUNCTIONS, type)) or is_looked_into(value)
+        leads = issubclass(kind, (*_CONTAINERS, *FUNCTIONS, type)) or is_looked_into(value)
+        return leads or _is_foreign_module(kind)
 
     def _all(self) -> Iterator[Held]:
         classes: dict[type, None] = {}
@@ -186,7 +187,7 @@ class Walk:
                 yield from _marked(self._function(name, value, depth, nested + 1), "is_shared")
         elif issubclass(kind, type):
             yield from self._class(value, nested)
-        elif depth < DEEPEST and is_looked_into(value):
+        elif depth < DEEPEST and (is_looked_into(value) or _is_foreign_module(kind)):
             self._seen[id(value)] = value
             yield from self._attributes_of(name, name, value, depth + 1, nested)
             yield from self._class(kind, nested)
@@ -216,7 +217,7 @@ class Walk:
                 leads=partial(self._entry, name, depth, nested),
             )
             # Not one of parameters, or of what stands in their places while a step runs.
-            if any(is_parameter(each) for _, each in held.items()):
+            if any(is_swapped(each) for _, each in held.items()):
                 for key, each in held.items():
                     yield from held.leads(key, each)
             else:
@@ -411,6 +412,11 @@ def _is_users_global(value: Any, files: Container[str]) -> bool:
         return False
     defined_in = value.__module__ if issubclass(kind, type | FunctionType) else kind.__module__
     return defined_in in files
+
+
+def _is_foreign_module(kind: type) -> bool:
+    """Whether objects of a class are modules: one that is no part of a model may be changed as a whole, as a teacher is."""
+    return issubclass(kind, nn.Module) and not issubclass(kind, Metric)
 
 
 def is_looked_into(value: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.containers import MISSING
-from lightning_harmony.engine.structures.tree import is_parameter, tensors_of
+from lightning_harmony.engine.structures.tree import is_swapped, tensors_of
 from lightning_harmony.held.equal_objects import COMPARED, are_equal_objects
 from lightning_harmony.held.held_state import ALL, Held, Kind, version_of
 from lightning_harmony.held.reads import Readers, Watched
@@ -93,7 +93,7 @@ class Found:
         """The tensors in it, of which what is computed with them tells; none of those of other classes."""
         tensors = [] if self.held.is_of_buffers else tensors_of(*self.begun.values)
         are_plain = all(type(tensor) is Tensor or type(tensor) is Watched for tensor in tensors)
-        return [tensor for tensor in tensors if not is_parameter(tensor)] if are_plain else []
+        return [tensor for tensor in tensors if not is_swapped(tensor)] if are_plain else []
 
     @property
     def is_as_begun(self) -> bool:
@@ -236,4 +236,4 @@ def _keeps_nothing(value: Any) -> bool:
 def _tensors_in(content: Any) -> list[Tensor]:
     """The tensors in a place. Not parameters, which no step changes, and not those in containers, which are places."""
     values = content.values() if isinstance(content, dict) else content
-    return [value for value in values if issubclass(type(value), Tensor) and not is_parameter(value)]
+    return [value for value in values if issubclass(type(value), Tensor) and not is_swapped(value)]

@@ -32,7 +32,7 @@ from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.object_state import attributes_of
 from lightning_harmony.engine.structures.packages import LIGHTNING
-from lightning_harmony.engine.structures.tree import is_parameter
+from lightning_harmony.engine.structures.tree import is_swapped
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.held.cached_functions import Cached, filling_of
 from lightning_harmony.held.files import is_users
@@ -161,7 +161,7 @@ def is_silent(value: Any) -> bool:
     """Whether nothing else may tell that something is changed in place."""
     kind: Any = type(value)
     if issubclass(kind, Tensor):
-        is_plain = kind in (Tensor, Watched) and not is_parameter(value) and value.layout is torch.strided
+        is_plain = kind in (Tensor, Watched, nn.Parameter) and not is_swapped(value) and value.layout is torch.strided
         return is_plain and value.device.type != "meta" and 0 < value.untyped_storage().nbytes() <= _LARGEST_BYTES
     if kind in _KEEP_NOTHING or _stands_for_itself(kind) or mark_of(value) is not None:
         return False

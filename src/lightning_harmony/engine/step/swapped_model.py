@@ -22,6 +22,7 @@ from lightning_harmony.engine.model.layer import (
     move_buffers,
 )
 from lightning_harmony.engine.model.staying_buffers import StayingBuffers
+from lightning_harmony.engine.structures.tree import SwappedParameters
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.plan import visits_of
 
@@ -63,6 +64,7 @@ class SwappedModel:
         writes: Counter[BufferKey] = Counter()
         self._changed_buffers: set[BufferKey] = set()
         self._shown_buffers: dict[BufferKey, BufferStandIn] = {}
+        self._parameters = SwappedParameters(module.parameters())
         self._num_owners = Counter(p for layer in layers for p in layer.parameters)
         self.held: dict[nn.Parameter, tuple[SwappedLayer, ParameterKey]] = {}
         # What those were before the step that microbatches take turns in.

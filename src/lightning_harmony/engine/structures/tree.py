@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import is_
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +92,32 @@ def is_parameter(value: Any) -> bool:
     if kind is Tensor or not issubclass(kind, Tensor):
         return False
     return hasattr(kind, "stands_for") or isinstance(value, nn.Parameter)
+
+
+class SwappedParameters:
+    """The parameters of a model that is swapped, for as long as somebody keeps this.
+
+    Nothing refers to them weakly: torch would not exchange their memory.
+    """
+
+    _of_models: ClassVar[WeakSet[SwappedParameters]] = WeakSet()
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._by_id = {id(parameter): parameter for parameter in parameters}
+        self._of_models.add(self)
+
+    @classmethod
+    def have(cls, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is one of these, of any model."""
+        return any(id(parameter) in each._by_id for each in cls._of_models)
+
+
+def is_swapped(value: Any) -> bool:
+    """Whether a value is a parameter of a model that is swapped, or stands for one.
+
+    Other parameters, such as those of a teacher that is no submodule, are tensors as all others.
+    """
+    return is_parameter(value) and (hasattr(type(value), "stands_for") or SwappedParameters.have(value))
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
