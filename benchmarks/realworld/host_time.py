@@ -26,10 +26,7 @@ PARTS: dict[str, list[tuple[str, str]]] = {
         (f"{_ENGINE}.layers.layer_call", "LayerCall.open"),
         (f"{_ENGINE}.layers.call_weights", "WeightGradients.take"),
     ],
-    "replayed graphs": [
-        (f"{_ENGINE}.devices.recording", "_CudaRecording.replay"),
-        (f"{_ENGINE}.devices.recording", "HostRecording.replay"),
-    ],
+    "replayed graphs": [(f"{_ENGINE}.devices.recording", "Recording.replay")],
     "calls of recorded layers": [
         (f"{_ENGINE}.layers.recorded_call", "RecordedCall.__init__"),
         (f"{_ENGINE}.layers.recorded_call", "RecordedCall.run"),
