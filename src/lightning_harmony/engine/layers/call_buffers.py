@@ -157,7 +157,9 @@ class CallBuffers:
             layer.refilled_buffers.add(key)
             if key not in self._apart or type(self.bound[key]) is not Tensor or isinstance(key, ParameterKey):
                 continue
-            is_seen = key in layer.seen_buffers or num_holders(self.bound, key) > 1 + (left[key] is self.bound[key])
+            # Later, a compiler may hold it as well.
+            is_kept = self._is_unknown and num_holders(self.bound, key) > 1 + (left[key] is self.bound[key])
+            is_seen = is_kept or key in layer.seen_buffers
             places = [self.bound[key]]
             if residency.device.torch_device.type == "cpu":
                 places.append(buffer_of(key))
