@@ -14,14 +14,14 @@ from lightning_harmony.held.held_state import FUNCTIONS
 from lightning_harmony.held.walk import bound_to
 
 # Of a long tuple, the first ones tell what the others are.
-MOST_ELEMENTS = 100
+_MOST_ELEMENTS = 100
 
 
 def parts_within(value: Any) -> Iterable[Any]:
     """What it holds: of a function its variables and defaults, of a method its object, of others nothing."""
     kind: Any = type(value)
     if issubclass(kind, tuple):
-        return islice(tuple.__iter__(value), MOST_ELEMENTS)
+        return islice(tuple.__iter__(value), _MOST_ELEMENTS)
     if issubclass(kind, weakref.ref):
         return (value(),)
     if issubclass(kind, FunctionType):

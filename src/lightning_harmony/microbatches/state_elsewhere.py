@@ -24,7 +24,7 @@ from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.stash import is_small
 from lightning_harmony.engine.model.derived import OutOfReach
 from lightning_harmony.engine.structures.containers import entries_of, num_kept, others_for, with_others
-from lightning_harmony.engine.structures.memory_users import memory_of
+from lightning_harmony.engine.structures.memory_users import has_memory_among
 from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.errors import UnsupportedModelError
@@ -74,7 +74,7 @@ class _Moment:
         copied = set[int]()
 
         def keep(tensor: Tensor) -> Any:
-            if (staying and memory_of(tensor) in staying) or (copy := copies(tensor)) is None:
+            if has_memory_among(tensor, staying) or (copy := copies(tensor)) is None:
                 return tensor
             copied.add(id(tensor))
             return copy
@@ -97,11 +97,8 @@ class _Moment:
         content, kept, versions = self._content, self._kept, self._same.versions()
         if versions != self._versions:
             then_and_now = zip(self._same.tensors, self._versions, versions, strict=True)
-            changed = {
-                id(tensor)
-                for tensor, then, now in then_and_now
-                if then != now and not (self._staying and memory_of(tensor) in self._staying)
-            }
+            different = (tensor for tensor, then, now in then_and_now if then != now)
+            changed = {id(tensor) for tensor in different if not has_memory_among(tensor, self._staying)}
             unless_changed = partial(_unless_changed, held.name, changed)
             content = with_others(content, others_for(entries_of(content), Tensor, unless_changed))
             kept = {name: content[name] for name in kept}

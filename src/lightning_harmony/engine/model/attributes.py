@@ -24,7 +24,7 @@ from lightning_harmony.engine.structures.containers import (
     put_content,
     with_others,
 )
-from lightning_harmony.engine.structures.memory_users import memory_of
+from lightning_harmony.engine.structures.memory_users import has_memory_among
 from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.seekable import Seekable, is_fixed, make_seekable
@@ -79,7 +79,7 @@ class Attributes:
         self._tensors: dict[int, _Kept] = {}
         self._restores: list[Callable[[], None]] = []
         self.objects: list[Any] = []
-        self._staying = staying.memory() if staying else set()
+        self._staying = staying.memory()
         seen: set[int] = set()
         for module in modules:
             attributes = vars(module)
@@ -179,7 +179,7 @@ class Attributes:
         kind: Any = type(value)
         if issubclass(kind, Tensor):
             if not is_parameter(value):
-                stays = bool(self._staying) and memory_of(value) in self._staying
+                stays = has_memory_among(value, self._staying)
                 self._tensors[id(value)] = _Kept(name, value, compares=self._compares, stays=stays)
         elif is_fixed(kind):
             for inner in value:

@@ -79,12 +79,12 @@ def places_of(value: Any, owner: int | None, seen: set[int], depth: int) -> Iter
             seen.add(id(value))
             yield from places_within(value, owner, seen, depth + 1)
         return
-    if (attributes := attributes_of(value)) is not None:
+    if (attributes := keeping_attributes(value)) is not None:
         seen.add(id(value))
         yield from places_within(attributes, id(value), seen, depth + 1)
 
 
-def attributes_of(value: Any) -> dict[str, Any] | None:
+def keeping_attributes(value: Any) -> dict[str, Any] | None:
     """Where an object has its attributes that may keep something of a layer; None if it has none, or is of a library."""
     if type(value) in weakref.ProxyTypes or isinstance(value, _ATOMS):
         return None

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_harmony.engine.model.keeping_places import attributes_of
+from lightning_harmony.engine.model.keeping_places import keeping_attributes
 from lightning_harmony.engine.structures.containers import copied_content
 from lightning_harmony.engine.structures.tree import is_parameter, stood_for
 
@@ -137,7 +137,7 @@ def _places_of_value(
         return
     kind = type(value)
     if not issubclass(kind, list | dict | tuple):
-        attributes = attributes_of(value)
+        attributes = keeping_attributes(value)
         # An optimizer is to find the parameters themselves.
         if attributes is not None and not isinstance(value, Optimizer):
             objects[id(attributes)] = attributes

@@ -61,13 +61,12 @@ class StayingBuffers:
         # By identity.
         self._newest: dict[int, Content] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._keys)
-
     def memory(self) -> set[int]:
         """What their memory is told from others by."""
+        if not self._keys:
+            return set()
         with DisableTorchFunctionSubclass():
-            return {tensor.untyped_storage()._cdata for tensor in self._tensors()} if self._keys else set()
+            return {tensor.untyped_storage()._cdata for tensor in self._tensors()}
 
     def look(self) -> list[Content]:
         """What they hold."""

@@ -106,6 +106,11 @@ def memory_of(tensor: Tensor) -> int | None:
     return memory
 
 
+def has_memory_among(tensor: Tensor, memories: Collection[int]) -> bool:
+    """Whether a tensor has one of some memories, told by their identities."""
+    return bool(memories) and memory_of(tensor) in memories
+
+
 def place_in_memory(tensor: Tensor) -> tuple[Any, ...]:
     """What stays the same while nobody gives a tensor other data."""
     if tensor.is_meta or type(tensor).__torch_dispatch__ is not NO_DISPATCH:
