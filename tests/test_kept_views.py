@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony.errors import UnsupportedModelError
+from support.kept_tensors import Kept
 from support.lightning_fits import QUIET_MARKS, harmony, trainer_for
 from support.same_training import root
 
@@ -44,61 +45,16 @@ class Block(nn.Module):
         return self.roles["kept"].during(self, x + torch.tanh(self.linear(x)))
 
 
-class Kept:
-    """What is kept of the weight of one of the blocks, and where.
-
-    Args:
-        view: what it is.
-        place: where it is.
-        maker: when it is taken.
-        reader: what uses it.
-    """
-
-    def __init__(self, view: str, place: str, maker: str, reader: str) -> None:
-        self.view, self.place, self.maker, self.reader = VIEWS[view], place, maker, reader
-        self.elsewhere: list[Tensor] = []
-
-    def look_at(self, blocks: nn.ModuleList) -> None:
-        self.owner: Any = blocks[3]
-        self.first = blocks[0]
-
-    def _holder(self) -> tuple[Any, str]:
-        owner = self.owner
-        return {
-            "attribute": (vars(owner), "kept"),
-            "object": (vars(owner.box), "kept"),
-            "parameter": (vars(owner.linear.weight), "kept"),
-        }[self.place]
-
-    def make(self) -> None:
-        tensor = self.view(self.owner.linear.weight)
-        if self.place == "elsewhere":
-            self.elsewhere[:] = [tensor]
-        elif self.place == "list":
-            self.owner.values[:] = [tensor]
-        elif self.place == "attribute":
-            self.owner.kept = tensor
-        elif self.place == "object":
-            self.owner.box.kept = tensor
-        else:
-            self.owner.linear.weight.kept = tensor
-
-    def find(self) -> Tensor | None:
-        if self.place in ("elsewhere", "list"):
-            values = self.elsewhere if self.place == "elsewhere" else self.owner.values
-            return values[0] if values else None
-        content, name = self._holder()
-        return content.get(name)
-
-    def used(self, x: Tensor) -> Tensor:
-        kept = self.find()
-        return x if kept is None else x * (1 + kept.float().clamp(-1, 1).mean())
-
-    def during(self, block: nn.Module, x: Tensor) -> Tensor:
-        if block is self.owner and (self.maker == "each call" or (self.maker == "first call" and self.find() is None)):
-            self.make()
-        is_reader = block is {"its layer": self.owner, "an earlier layer": self.first}.get(self.reader)
-        return self.used(x) if is_reader else x
+def kept_of(view: str, place: str, maker: str, reader: str) -> Kept:
+    """What is kept of the weight of one of the blocks."""
+    return Kept(
+        lambda block: block.linear.weight,
+        VIEWS[view],
+        place,
+        maker,
+        reader,
+        lambda kept: 1 + kept.float().clamp(-1, 1).mean(),
+    )
 
 
 class Model(pl.LightningModule):
@@ -155,9 +111,9 @@ def test_what_code_keeps_in_the_memory_of_a_weight_changes_with_it(
     if how == ("whole", "parameter", "step", "an earlier layer"):
         # It is what stands for the weight in the step, as if the layer had that.
         with pytest.raises(UnsupportedModelError, match="which is not its own"):
-            fit(Model(Kept(*how)), swapped())
+            fit(Model(kept_of(*how)), swapped())
         return
-    assert equal(fit(Model(Kept(*how)), "auto"), fit(Model(Kept(*how)), swapped()))
+    assert equal(fit(Model(kept_of(*how)), "auto"), fit(Model(kept_of(*how)), swapped()))
 
 
 def swapped() -> Any:
@@ -168,7 +124,7 @@ class Plain(Model):
     """Six blocks, of which nothing is kept."""
 
     def __init__(self) -> None:
-        super().__init__(Kept("rows", "attribute", "never", "nobody"))
+        super().__init__(kept_of("rows", "attribute", "never", "nobody"))
         self.begin()
 
     def begin(self) -> None:
@@ -268,7 +224,7 @@ def test_who_changes_what_a_layer_has_left_of_a_weight_is_told_to_change_the_wei
     with pytest.raises(
         UnsupportedModelError, match=r"keeps in the memory of a weight of layer .* was changed in place"
     ):
-        fit(Changed(Kept("rows", place, "first call", "nobody")), swapped())
+        fit(Changed(kept_of("rows", place, "first call", "nobody")), swapped())
 
 
 def test_an_array_that_a_layer_keeps_of_a_weight_is_refused() -> None:
@@ -276,7 +232,7 @@ def test_an_array_that_a_layer_keeps_of_a_weight_is_refused() -> None:
         pytest.skip("there are no arrays in a GPU's memory")
     VIEWS["array"] = lambda weight: weight.detach().numpy()  # type: ignore[return-value, assignment]
     try:
-        model = Model(Kept("array", "object", "first call", "nobody"))
+        model = Model(kept_of("array", "object", "first call", "nobody"))
     finally:
         del VIEWS["array"]
     with pytest.raises(UnsupportedModelError, match="keeps an array in the memory of a weight"):
