@@ -1,7 +1,8 @@
 """Where the host's time goes in a step: seconds of each part of the engine, of layers' own code, and of waiting.
 
 One lane runs at a time, so the parts of all lanes together are the time in which work is launched. What a part calls of
-another one counts there alone.
+another one counts there alone. Where a part takes longer than it is at work, it waits: for a device, or for other threads to
+let it have Python's lock.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class HostTime:
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
+        self.at_work: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self._threads = threading.local()
         for part, functions in PARTS.items():
@@ -86,12 +88,20 @@ class HostTime:
     def clear(self) -> None:
         """Count from now on."""
         self.seconds.clear()
+        self.at_work.clear()
         self.calls.clear()
 
     def row(self, num_steps: int) -> dict[str, list[float]]:
-        """By part, the seconds of a step, and how often it begins in one, the largest first."""
+        """By part, the seconds of a step, those at work on a core, and how often it begins in one, the largest first."""
         parts = [part for part, _ in self.seconds.most_common() if part != WAITING]
-        return {p: [round(self.seconds[p] / num_steps, 4), round(self.calls[p] / num_steps, 1)] for p in parts}
+        return {
+            p: [
+                round(self.seconds[p] / num_steps, 4),
+                round(self.at_work[p] / num_steps, 4),
+                round(self.calls[p] / num_steps, 1),
+            ]
+            for p in parts
+        }
 
     def _wrap(self, part: str, module: str, name: str) -> None:
         owner, attribute = name.split(".")
@@ -119,10 +129,11 @@ class HostTime:
 
     def _change(self, to: str) -> None:
         """From now on, the calling thread is in another part."""
-        now, threads = time.perf_counter(), self._threads
+        now, worked, threads = time.perf_counter(), time.thread_time(), self._threads
         if (before := getattr(threads, "part", "")) != "":
             self.seconds[before] += now - threads.since
-        threads.part, threads.since = to, now
+            self.at_work[before] += worked - threads.worked
+        threads.part, threads.since, threads.worked = to, now, worked
 
 
 class _Context:

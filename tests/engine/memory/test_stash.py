@@ -319,6 +319,64 @@ class TestLaneStash:
         assert LaneStash(stash).put(torch.zeros(1)) is None
 
 
+class TestWhatSeveralLayersTake:
+    """The positions of tokens, say: to bring them back for each layer would take the host as long as large tensors."""
+
+    @pytest.fixture
+    def lane(self) -> Iterator[LaneStash]:
+        device = VirtualDevice(256 * 1024)
+        self.stash = make_stash(device)
+        yield LaneStash(self.stash)
+        self.stash.clear()
+        device.close()
+
+    def taken_twice(self, lane: LaneStash, tensor: Tensor) -> Stashed:
+        first, second = lane.put(tensor), lane.put(tensor)
+        assert first is not None
+        assert first is second
+        self.stash.retire(wait=True)
+        return first
+
+    def test_comes_from_the_device(self, lane: LaneStash) -> None:
+        stashed = self.taken_twice(lane, torch.arange(32.0))
+        assert torch.equal(stashed.load(), torch.arange(32.0))
+        assert torch.equal(stashed.read(), torch.arange(32.0))
+        assert self.stash.traffic.swapped_in["stash"] == 0
+
+    def test_comes_from_the_host_where_one_layer_takes_it(self, lane: LaneStash) -> None:
+        stashed = lane.put(torch.arange(32.0))
+        assert stashed is not None
+        assert torch.equal(stashed.read(), torch.arange(32.0))
+        assert self.stash.traffic.swapped_in["stash"] == 128
+
+    def test_is_what_it_was_when_it_was_taken(self, lane: LaneStash) -> None:
+        tensor = torch.zeros(32)
+        stashed = self.taken_twice(lane, tensor)
+        tensor.data.add_(1)
+        assert torch.equal(stashed.load(), torch.zeros(32))
+
+    def test_may_be_changed_by_each_that_loads_it(self, lane: LaneStash) -> None:
+        stashed = self.taken_twice(lane, torch.zeros(32))
+        stashed.load().add_(1)
+        assert torch.equal(stashed.load(), torch.zeros(32))
+        assert torch.equal(stashed.read(), torch.zeros(32))
+
+    def test_has_the_strides_that_it_had(self, lane: LaneStash) -> None:
+        tensor = torch.arange(16.0).view(4, 4).t()
+        loaded = self.taken_twice(lane, tensor).load()
+        assert torch.equal(loaded, tensor)
+        assert loaded.stride() == tensor.stride()
+
+    def test_takes_no_more_of_the_device_than_plans_leave(self, lane: LaneStash) -> None:
+        # A 256th of the device has room for seven of these.
+        several = [self.taken_twice(lane, torch.full((36,), float(number))) for number in range(8)]
+        assert [each.read()[0].item() for each in several] == list(range(8))
+        assert self.stash.traffic.swapped_in["stash"] == 144
+        del several[0]
+        self.taken_twice(lane, torch.zeros(36)).read()
+        assert self.stash.traffic.swapped_in["stash"] == 144
+
+
 def _wait(go: threading.Event) -> None:
     go.wait(60)
 

@@ -57,7 +57,7 @@ class CudaDevice(Device):
         self._budget = None if budget is None or budget.reserved_bytes is None else budget
         if self._budget is not None:
             bound_reserved_memory(torch_device, self._budget.reserved_bytes)
-        self._is_one_of_several = is_one_of_several
+        self.is_one_of_several = is_one_of_several
         if is_one_of_several and hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
             # Gradients come from other devices, whose streams autograd waits for: there is nothing to warn of.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
@@ -218,7 +218,7 @@ class CudaDevice(Device):
 
     def scheduling(self) -> AbstractContextManager[None]:
         """On the compute stream, whichever device is current."""
-        return OnCudaStream(self._compute) if self._is_one_of_several else nullcontext()
+        return OnCudaStream(self._compute) if self.is_one_of_several else nullcontext()
 
     def selected(self) -> AbstractContextManager[None]:
         """Make this device current."""

@@ -20,6 +20,8 @@ from lightning_harmony.plan.values.task import STREAM_OF, Errand, Task
 NO_CONTEXT = nullcontext()
 # To copy so much on the host takes less than to wake the thread that copies: 10 microseconds instead of 50.
 BRIEFLY_COPIED_BYTES = 64 * 1024
+# Of a device, one part for tensors of the stash that several layers take.
+_SHARED_PART = 256
 
 
 class Recorder(Protocol):
@@ -52,6 +54,7 @@ class Device(ABC):
             computes here does not wait for these.
         computes_apart: whether it computes with another processor than the host updates parameters with.
         uncounted_bytes: what is allocated in a step besides all that is counted: for libraries, and by rounding up.
+        is_one_of_several: whether one thread launches the work of others, too, and lanes go from device to device.
         records: whether work that computes on it can be recorded.
         library_bytes: what libraries take besides, where something is recorded.
         set_aside_bytes: what plans leave of it for what is recorded.
@@ -70,6 +73,7 @@ class Device(ABC):
     gather: Stream
     computes_apart: bool = False
     uncounted_bytes: int = 0
+    is_one_of_several: bool = False
     records: bool = False
     library_bytes: int = 0
     set_aside_bytes: int = 0
@@ -293,7 +297,15 @@ class Device(ABC):
 
     def unplanned_bytes(self) -> int:
         """What plans have to leave of it beside all that they count."""
-        return self.uncounted_bytes + max(self.set_aside_bytes - self.recorded_bytes, 0)
+        return self.uncounted_bytes + max(self.set_aside_bytes - self.recorded_bytes, 0) + self.shared_stash_bytes
+
+    @property
+    def shared_stash_bytes(self) -> int:
+        """How much of the stash may stay here: tensors that several layers take, such as the positions of tokens.
+
+        To bring them back for each layer takes the bus little, and the host as long as large ones.
+        """
+        return (self.capacity_bytes or 0) // _SHARED_PART
 
     def occupied_bytes(self) -> int:
         """What is allocated now, but for what updates will have used up."""

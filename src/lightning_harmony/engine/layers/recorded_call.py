@@ -92,7 +92,7 @@ class RecordedCall:
         layer = self._layer
         if self._inputs is None:
             raise second_backward(layer)
-        coming = Backward(residency, [each.load() for each in self._inputs], gradients, self._random)
+        coming = Backward(residency, [each.read() for each in self._inputs], gradients, self._random)
         try:
             found = self._recorded.backward(coming)
         except RecordingError as error:

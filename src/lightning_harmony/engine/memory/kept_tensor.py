@@ -27,6 +27,10 @@ class KeptTensor:
         """The tensor as it was, without its graph."""
         return self._like(detached(self.stashed.load()))
 
+    def read(self) -> Tensor:
+        """The same for who does not change it in place."""
+        return self._like(detached(self.stashed.read()))
+
     def again(self) -> Tensor:
         """Another one like it, which may be changed in place; a large one is so in the stash alone."""
         tensor = detached(self.stashed.load())

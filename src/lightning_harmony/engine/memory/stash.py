@@ -31,6 +31,10 @@ class Stashed(ABC):
     def load(self) -> Tensor:
         """The tensor on its device, as it was."""
 
+    def read(self) -> Tensor:
+        """The same for who does not change it in place."""
+        return self.load()
+
     @abstractmethod
     def settle(self) -> None:
         """From here on, the tensor may be changed in place, or freed."""
@@ -76,6 +80,7 @@ class HostCopy(Stashed):
 
     def __init__(self, stash: Stash, tensor: Tensor) -> None:
         self._stash = stash
+        self._shared: Tensor | None = None
         self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
         compacted = compact(tensor)
         self._compact_size, self._compact_stride = compacted.size(), compacted.stride()
@@ -91,8 +96,19 @@ class HostCopy(Stashed):
         # The device copy must live until it is copied, and must not change before.
         stash.pending.append((self._stored, tensor, tensor._version, compacted))
 
+    def share(self, tensor: Tensor) -> None:
+        """Another layer takes the tensor, too: have a copy of it on the device, if that may be, for all of their backwards."""
+        if self._shared is None and self._stash.may_share(self, self._buffer.numel()):
+            self._shared = copied(detached(tensor))
+
+    def read(self) -> Tensor:
+        """That copy, or one that comes from the host."""
+        return self.load() if self._shared is None else self._shared
+
     def load(self) -> Tensor:
         """A copy on the device with the strides that the tensor had."""
+        if self._shared is not None:
+            return copied(self._shared)
         device = self._stash.device
         num_bytes = self._buffer.numel()
         buffer = device.empty(num_bytes, device.stash_in)
@@ -151,6 +167,7 @@ class Stash:
         self.traffic = traffic
         self.pending: deque[tuple[Event, Tensor, int, Tensor]] = deque()
         self._kept: weakref.WeakKeyDictionary[DeviceCopy, int] = weakref.WeakKeyDictionary()
+        self._shared: weakref.WeakKeyDictionary[HostCopy, int] = weakref.WeakKeyDictionary()
 
     @property
     def kept_bytes(self) -> int:
@@ -172,6 +189,13 @@ class Stash:
             self._kept[kept] = num_bytes
             return kept
         return HostCopy(self, detached(tensor))
+
+    def may_share(self, shared: HostCopy, num_bytes: int) -> bool:
+        """Whether a tensor of so many bytes may stay on the device as well, which several layers take. It is counted then."""
+        may_stay = sum(self._shared.values()) + num_bytes <= self.device.shared_stash_bytes
+        if may_stay:
+            self._shared[shared] = num_bytes
+        return may_stay
 
     def retire(self, *, wait: bool = False) -> bool:
         """Let go of the device copies whose swap-out is done; with ``wait``, of the oldest in any case.
@@ -206,7 +230,10 @@ class Stash:
 
 
 class LaneStash:
-    """The stash as one lane sees it: a tensor that several layers take is swapped out once."""
+    """The stash as one lane sees it: a tensor that several layers take is swapped out once.
+
+    A small one stays on the device as well.
+    """
 
     def __init__(self, stash: Stash) -> None:
         self._stash = stash
@@ -218,6 +245,8 @@ class LaneStash:
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             stashed = known[2]()
             if stashed is not None:
+                if isinstance(stashed, HostCopy):
+                    stashed.share(tensor)
                 return stashed
         stashed = self._stash.put(tensor)
         if stashed is not None:

@@ -24,8 +24,11 @@ from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.values.memory_size import format_bytes
 
-# What a piece may take on a device: a share of its capacity, and at most. Two are there at a time.
+# What a piece may take on a device: a share of its capacity, at least, and at most. Two are there at a time.
 _SHARE_OF_CAPACITY, _LEAST_BYTES, _MOST_BYTES = 32, 8 << 10, 128 << 20
+# As many times that where one thread launches the work of several devices: to launch a piece takes as long whatever its size,
+# and keeps that thread waiting.
+_OF_SEVERAL = 2
 # Of parameters and the names in their states.
 Values = dict[Key, Tensor]
 
@@ -64,9 +67,9 @@ class Stage:
     def __init__(self, device: Device, traffic: Traffic, disk: DiskHome) -> None:
         self.device = device
         self._traffic, self._disk = traffic, disk
-        self.num_bytes = _MOST_BYTES
+        self.num_bytes = _MOST_BYTES * (_OF_SEVERAL if device.is_one_of_several else 1)
         if device.capacity_bytes is not None:
-            self.num_bytes = max(min(device.capacity_bytes // _SHARE_OF_CAPACITY, _MOST_BYTES), _LEAST_BYTES)
+            self.num_bytes = max(min(device.capacity_bytes // _SHARE_OF_CAPACITY, self.num_bytes), _LEAST_BYTES)
         # Of what comes, of steps, and of what goes back.
         # Steps are short, and hold up all of the three where they wait for what computes.
         self._streams = [device.side_stream(), device.side_stream(is_urgent=True), device.side_stream()]
