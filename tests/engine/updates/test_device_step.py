@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_harmony.engine.model.host_store import ALIGNMENT
-from lightning_harmony.engine.updates.device_step import Pieces, is_on_device
+from lightning_harmony.engine.updates.device_step import Pieces, copy_all, is_on_device
 
 KIB = 1024
 
@@ -74,3 +74,26 @@ def test_all_other_tensors_are_on_the_device_and_python_numbers_are_not() -> Non
     assert is_on_device("exp_avg", torch.zeros(3), {})
     assert not is_on_device("exp_avg", None, {})
     assert not is_on_device("step", 3, {"fused": True})
+
+
+class Doubling(Tensor):
+    """Takes twice what is copied to it."""
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> Doubling:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.as_subclass(Tensor).copy_(2 * source, non_blocking)
+        return self
+
+
+def test_what_has_a_class_of_its_own_is_copied_by_that() -> None:
+    one, other, own = torch.zeros(2), nn.Parameter(torch.zeros(3, 2)), torch.zeros(2).as_subclass(Doubling)
+    with torch.no_grad():
+        copy_all([(one, torch.ones(2)), (own, torch.ones(2)), (other, torch.arange(6.0).view(2, 3).t())])
+    assert one.tolist() == [1, 1]
+    assert own.tolist() == [2, 2]
+    assert other.tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert [one._version, other._version] == [1, 1]
+
+
+def test_nothing_to_copy_is_nothing_to_do() -> None:
+    copy_all([])

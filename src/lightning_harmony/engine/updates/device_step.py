@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.model.host_store import ALIGNMENT, aligned
@@ -16,6 +18,7 @@ from lightning_harmony.engine.updates.separable_optimizers import is_elementwise
 
 # Bytes of state for each byte of a parameter, where that cannot be told: the two moments of Adam.
 ASSUMED_STATE_COPIES = 2
+_PLAIN = {Tensor, nn.Parameter}
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,14 @@ def make_step(
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Start to copy to the first of each pair from the second."""
-    for destination, source in pairs:
+    """Start to copy to the first of each pair from the second: plain ones in one call, for other threads run between calls."""
+    plain = list(filter(_are_plain, pairs))
+    if plain:
+        destinations, sources = zip(*plain, strict=True)
+        torch._foreach_copy_(destinations, sources, non_blocking=True)
+    for destination, source in filterfalse(_are_plain, pairs):
         destination.copy_(source, non_blocking=True)
+
+
+def _are_plain(pair: tuple[Tensor, Tensor]) -> bool:
+    return type(pair[0]) in _PLAIN and type(pair[1]) in _PLAIN
