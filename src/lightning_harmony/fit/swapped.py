@@ -14,8 +14,8 @@ from torch import nn
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.origin import origin_of
 from lightning_harmony.engine.measure.profile_cache import ProfileCache
-from lightning_harmony.engine.model.borrowed import BorrowedModules
 from lightning_harmony.engine.model.decompose import Layer, find_layers
+from lightning_harmony.engine.model.findings import Findings
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import part_buffers
 from lightning_harmony.engine.nodes.division import Division, parameters_of
@@ -93,7 +93,7 @@ class Swapped:
         self._lasting = LastingObjects()
         self._buffers_before: KeptBatch | None = None
         self._disk = DiskHome(settings.offload_dir)
-        self._borrowed, self._has_caught_up = BorrowedModules(), False
+        self._findings, self._has_caught_up = Findings(), False
         # Closes the engine, once: where another set-up is refused, there is none when the Trainer ends.
         self._closing = ExitStack()
         if torch_devices[0].type != "cpu":
@@ -126,7 +126,7 @@ class Swapped:
         self._leave_lookout()
         if not self._has_caught_up and self._torch_devices[0].type == "cpu":
             # Elsewhere plain Lightning has others in the places of buffers.
-            self._borrowed.note_seen_buffers()
+            self._findings.note_seen_buffers()
         self._has_caught_up = True
         if self.engine.is_outdated():
             # A plan that was given is for the model as it was.
@@ -182,15 +182,15 @@ class Swapped:
         is_first = self._module.automatic_optimization and not self.engine.has_succeeded
         self._buffers_before = self._kept_buffers() if is_first else None
         with self.restoring_buffers():
-            output = self._run_lending(
+            output = self._run_until_known(
                 lambda: self.training.run(step, args, kwargs), (args, kwargs), may_repeat=not self._has_stepped
             )
         self._has_stepped = True
         key_by_parameters(self._trainer.optimizers)
         return output
 
-    def _run_lending(self, run: Callable[[], Any], given: Any, *, may_repeat: bool) -> Any:
-        """Run a step, and again from its beginning where layers use modules that are no parts of them: then they have these.
+    def _run_until_known(self, run: Callable[[], Any], given: Any, *, may_repeat: bool) -> Any:
+        """Run a step, and again from its beginning where it shows of layers what must be known before.
 
         Args:
             run: does it.
@@ -215,7 +215,7 @@ class Swapped:
                 )
                 if before is None or before.has_exchanged() or is_changed:
                     raise
-                if not self._borrowed.note(self._module, error):
+                if not self._findings.note(self._module, error):
                     raise
                 begins_anew = _begins_anew(error)
             self.training.leave()
@@ -249,7 +249,7 @@ class Swapped:
         """Run a validation, test or prediction step."""
         self.catch_up()
         with self.signals.held():
-            output = self._run_lending(
+            output = self._run_until_known(
                 lambda: self._evaluation.run(name, step, args, kwargs),
                 (args, kwargs),
                 may_repeat=self.engine.measures(num_elements(args), is_training=False),
@@ -275,7 +275,7 @@ class Swapped:
         if store is None:
             refuse_shared_memory(module)
         capacity = smallest(device.capacity_bytes for device in devices)
-        layers = self._borrowed.lent(find_layers(module, max_layer_bytes=capacity, layers=settings.layers))
+        layers = self._findings.applied(find_layers(module, max_layer_bytes=capacity, layers=settings.layers))
         if not layers:
             raise UnsupportedModelError(
                 f"{type(module).__name__} has no submodule with parameters that could be swapped as a layer: hold the "

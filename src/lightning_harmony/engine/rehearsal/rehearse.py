@@ -30,8 +30,8 @@ from lightning_harmony.engine.memory.opaque import without_caches
 from lightning_harmony.engine.memory.stash import Alias, LaneStash, Stash, Stashed, is_small
 from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.memory.transfer import Transfers
-from lightning_harmony.engine.model.borrowed import BorrowedModules
 from lightning_harmony.engine.model.decompose import Layer
+from lightning_harmony.engine.model.findings import Findings
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import COMPARED_CALLS, SwappedLayer
@@ -72,19 +72,19 @@ def rehearse(
         microbatch: its tensors tell shapes and types only.
         casting: the context of the step, such as autocast.
     """
-    random, borrowed = RandomState.capture(None), BorrowedModules()
+    random, findings = RandomState.capture(None), Findings()
     while True:
-        lent = borrowed.lent(layers)
+        applied = findings.applied(layers)
         try:
-            first = Rehearsal(model, lent, {})
+            first = Rehearsal(model, applied, {})
             first.run(step, microbatch, casting)
             if not any(first.narrow.values()):
                 return first.profile(first)
-            second = Rehearsal(model, lent, first.narrow)
+            second = Rehearsal(model, applied, first.narrow)
             second.run(step, microbatch, casting)
             return second.profile(first)
         except (BorrowsModuleError, UnswappableBufferError) as error:
-            if not borrowed.note(model, error):
+            if not findings.note(model, error):
                 raise
         finally:
             random.restore(None)

@@ -1,4 +1,4 @@
-"""What steps show of layers: modules that their code uses though they are no parts of them, and buffers that must stay."""
+"""Findings: what a step has shown of layers that must be known before one runs, so that it begins again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lightning_harmony.engine.structures.memory_users import num_holders
 from lightning_harmony.errors import BorrowsModuleError, UnswappableBufferError
 
 
-class BorrowedModules:
-    """What steps have shown: the layers of a class are given the same modules, and the same buffers of theirs stay."""
+class Findings:
+    """Which modules that are no parts of them the layers of a class use, and which of their buffers stay where they are."""
 
     def __init__(self) -> None:
         self._unswapped: frozenset[tuple[type, str]] = frozenset()
@@ -50,8 +50,8 @@ class BorrowedModules:
         borrowed[id(lender)] = lender
         return True
 
-    def lent(self, layers: Sequence[Layer]) -> list[Layer]:
-        """The layers, with what they borrow."""
+    def applied(self, layers: Sequence[Layer]) -> list[Layer]:
+        """The layers, with what is known of them."""
         self._layers = layers
         found: list[Layer] = []
         for layer in layers:
