@@ -348,6 +348,16 @@ def test_code_that_is_not_reproducible_is_recorded_if_that_differs_no_more(
     assert why == (set() if factor == 1.0 else {"what is recorded has other gradients than its code"})
 
 
+@pytest.mark.cpu
+def test_code_that_is_seldom_not_reproducible_is_recorded(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It made the same bits when it ran for comparison, and what was recorded of it was refused for others."""
+    seldom = random.Random(0)
+    monkeypatch.setattr(os, "urandom", lambda number: bytes([seldom.randrange(4) // 3 * 100] * number))
+    monkeypatch.setattr("lightning_harmony.engine.layers.recordings._MOST_TRIES", 1)
+    train(build(chain_of(AddsInAnyOrder)), data=samples(2 * STEPS))
+    assert not record.refused
+
+
 @pytest.mark.gpu
 def test_code_that_asks_for_a_result_runs_in_each_microbatch(record: Record) -> None:
     """A capture that fails left torch's allocator with the memory of graphs."""

@@ -20,7 +20,7 @@ from lightning_harmony.engine.layers.fixed_memory import FixedMemory, signature
 from lightning_harmony.engine.layers.input_uses import InputUses
 from lightning_harmony.engine.layers.recordable import Foreign, graph_of, has_drawn, hooks_within, refuse_draws
 from lightning_harmony.engine.layers.runtime import Runtime
-from lightning_harmony.engine.layers.same_bits import are_as_reproducible, are_same, bits_differ
+from lightning_harmony.engine.layers.same_bits import are_same, bits_differ, differ_as_runs_do
 from lightning_harmony.engine.layers.saved_tensors import drop
 from lightning_harmony.engine.model.layer import OwnCodeOf, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
@@ -93,6 +93,10 @@ class Gradients(NamedTuple):
 
     uses: list[Tensor | None]
     weights: list[Tensor | None]
+
+    def both(self) -> list[Tensor | None]:
+        """The ones behind the others."""
+        return [*self.uses, *self.weights]
 
 
 class RecordedLayer:
@@ -326,20 +330,17 @@ class RecordedLayer:
             fixed_gradients = self._memory.tensors("gradient", coming.gradients)
 
             def work() -> list[Tensor | None]:
-                made = self._differentiate(twin, self._fresh(fixed), fixed_gradients)
-                return [*made.uses, *made.weights]
+                return self._differentiate(twin, self._fresh(fixed), fixed_gradients).both()
+
+            def again() -> list[Tensor | None]:
+                with coming.drawing():
+                    return self._differentiate(residency, self._fresh(coming.inputs), coming.gradients).both()
 
             recording = residency.device.recorded(work)
-            if coming.random is not None:
-                coming.random.restore(residency.cuda_index)
-            recording.replay()
-            first, made = [*found.uses, *found.weights], recording.made
-            if not all(map(are_same, first, made)):
-                if coming.random is not None:
-                    coming.random.restore(residency.cuda_index)
-                again = self._differentiate(residency, self._fresh(coming.inputs), coming.gradients)
-                if not all(map(are_as_reproducible, first, [*again.uses, *again.weights], made)):
-                    raise OtherBitsError("what is recorded has other gradients than its code")
+            with coming.drawing():
+                recording.replay()
+            if not differ_as_runs_do(found.both(), recording.made, again):
+                raise OtherBitsError("what is recorded has other gradients than its code")
             self._memory.refuse_gone()
             self._backward, self._given = recording, coming.layouts()
 
