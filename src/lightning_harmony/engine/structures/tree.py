@@ -66,9 +66,19 @@ class WrittenTo:
 
 def tensors_of(*values: Any) -> list[Tensor]:
     """The tensors among values, and in lists, tuples and dicts among these."""
-    if not _LEAVES.issuperset(map(type, values)):
-        values = tuple(tree_leaves(values))
-    return [value for value in values if issubclass(type(value), Tensor)]
+    if _LEAVES.issuperset(map(type, values)):
+        return [value for value in values if issubclass(type(value), Tensor)]
+    found: list[Tensor] = []
+    for value in values:
+        kind = type(value)
+        # Asked of each operation: the walk over trees takes several times as long for a tuple of numbers.
+        if kind is tuple or kind is list or kind is torch.Size:
+            found += tensors_of(*value)
+        elif kind is Tensor:
+            found.append(value)
+        elif kind not in _LEAVES:
+            found += [leaf for leaf in tree_leaves(value) if issubclass(type(leaf), Tensor)]
+    return found
 
 
 def has_other_nodes(value: Any) -> bool:
