@@ -260,3 +260,13 @@ def test_of_a_list_that_grows_what_is_new_is_looked_at(monkeypatch: pytest.Monke
     content[0] = torch.zeros(())
     held.look()
     assert held.marks.tensors == content
+
+
+def test_what_goes_from_a_list_to_the_next_one_is_a_change_of_both() -> None:
+    """All lists were compared as one: everything was in the same order as before."""
+    module = nn.Module()
+    module.one, module.two = [1, 2], [3]
+    places = Places(module)
+    contents = places.look()
+    module.two.insert(0, module.one.pop())
+    assert [held.name for held, _, _ in contents.changed()] == ["one", "two"]

@@ -60,7 +60,8 @@ class Together:
         return [*map(dict_version, self._dicts.values()), *map(dict.__len__, self._empty.values())]
 
     def _read_now(self) -> list[Any]:
-        return list(chain.from_iterable([read() for read in self._readers.values()]))
+        # With something between two of them: what goes from one to the next is not where it was.
+        return list(chain.from_iterable([chain(read(), (MISSING,)) for read in self._readers.values()]))
 
     def look(self) -> list[int]:
         """The numbers of those that have changed since they were looked at last."""
