@@ -132,25 +132,22 @@ class Held:
         is_of_threads: whether other threads may change it: it is, or is within, an object that keeps a lock or a thread.
         key: tells it from all others, and is the same whenever it is looked at.
         newest: a copy of what was in it when it was looked at last: the same one as long as the same things are in it.
-        marked: the objects in that which may be changed in place, with their names or numbers.
-        marks: what changes with these.
-        cached: the functions with a cache in that, with their names or numbers.
-        has_tensors: whether tensors are in that, or in tuples there; parameters do not count.
         leads: the places in something that is in it, of some name or number.
     """
 
     __slots__ = (
-        "_is_described",
-        "cached",
+        "_cached",
+        "_described",
+        "_has_tensors",
+        "_is_let_go",
+        "_marked",
+        "_marks",
         "content",
-        "has_tensors",
         "is_of_threads",
         "is_shared",
         "key",
         "kind",
         "leads",
-        "marked",
-        "marks",
         "name",
         "newest",
         "owner",
@@ -167,13 +164,38 @@ class Held:
         self.key = id(content.owner) if isinstance(content, Variables) else id(content)
         self.leads = leads or _nowhere
         self.newest: Any = None
-        self.marked: list[tuple[Any, Any]] = []
-        self.marks = Marks()
-        # Whether what is known of `newest` is of all that is in it.
-        self._is_described = True
-        self.cached: list[tuple[Any, Any]] = []
-        self.has_tensors = False
+        self._marked: list[tuple[Any, Any]] = []
+        self._marks = Marks()
+        self._cached: list[tuple[Any, Any]] = []
+        self._has_tensors = False
+        # The copy of which these tell, and whether tensors were taken out of it.
+        self._described: Any = None
+        self._is_let_go = False
         self._copy()
+
+    @property
+    def marked(self) -> list[tuple[Any, Any]]:
+        """The objects in it that may be changed in place, with their names or numbers."""
+        self._describe()
+        return self._marked
+
+    @property
+    def marks(self) -> Marks:
+        """What changes with these."""
+        self._describe()
+        return self._marks
+
+    @property
+    def cached(self) -> list[tuple[Any, Any]]:
+        """The functions with a cache in it, with their names or numbers."""
+        self._describe()
+        return self._cached
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether tensors are in it, or in tuples there; parameters do not count."""
+        self._describe()
+        return self._has_tensors
 
     @property
     def in_words(self) -> str:
@@ -220,18 +242,27 @@ class Held:
     def _copy(self) -> None:
         content, before = self.content, self.newest
         self.newest = content.copied() if isinstance(content, Variables) else copied_content(content)
-        first = num_kept(before, self.newest) if self._is_described else 0
+        first = 0 if self._is_let_go else num_kept(before, self.newest)
         if self.kind is not Kind.HOOKS and make_seekable(content, self.newest, first):
             self.newest = content.copied() if isinstance(content, Variables) else copied_content(content)
+        if self._is_let_go:
+            self._described, self._is_let_go = None, False
+        self._describe()
+
+    def _describe(self) -> None:
+        """Tell what is in the newest copy, if that is not known: of a list, what is behind all that was in it before."""
+        if self._described is self.newest or self._is_let_go:
+            return
+        first = num_kept(self._described, self.newest)
         if not first:
-            self.marked, self.marks, self.cached, self.has_tensors = [], Marks(), [], False
+            self._marked, self._marks, self._cached, self._has_tensors = [], Marks(), [], False
         come = list(entries_of(self.newest, first))
         found = [(name, each) for name, value in come for each in in_one(value) if mark_of(each) is not None]
-        self.marked = [*self.marked, *found]
-        self.marks = self.marks.and_of(each for _, each in found)
-        self.cached = [*self.cached, *((name, value) for name, value in come if cached_in(value) is not None)]
-        self.has_tensors = self.has_tensors or any(_holds_tensors(value) for _, value in come)
-        self._is_described = True
+        self._marked = [*self._marked, *found]
+        self._marks = self._marks.and_of(each for _, each in found)
+        self._cached = [*self._cached, *((name, value) for name, value in come if cached_in(value) is not None)]
+        self._has_tensors = self._has_tensors or any(_holds_tensors(value) for _, value in come)
+        self._described = self.newest
 
     def give_back(self) -> None:
         """Let iterators be what the user has put there."""
@@ -257,6 +288,24 @@ class Held:
             if (name not in content or content[name] is not value) and not self._leaves_alone(name):
                 put_value(content, name, value)
 
+    def put_known(self, values: dict[Any, Any], gone: Iterable[Any] = ()) -> None:
+        """Let names have values that were looked at when they were here, or that hold nothing.
+
+        Args:
+            values: these. What is here must have been looked at just now; then it need not be looked at again.
+            gone: the names that are to have none before.
+        """
+        content, newest = self.content, self.newest
+        for name in gone:
+            content.pop(name, None)
+        if type(content) is dict and newest and not gone:
+            content.update(values)
+            self.newest = {**newest, **values}
+            return
+        for name, value in values.items():
+            content[name] = value
+        self.look()
+
     def _leaves_alone(self, name: Any) -> bool:
         """Whether a name is one of Python's, of a compiler's, which adds what it has compiled to globals, or of torch's."""
         return isinstance(name, str) and (name.startswith("__") or (self.kind is Kind.MODULE and name in OF_TORCH))
@@ -266,7 +315,7 @@ class Held:
         if self.has_tensors:
             without = ((name, None if _holds_tensors(value) else value) for name, value in self.items())
             self.newest = dict(without) if self.is_named else type(self.newest)(value for _, value in without)
-            self.marked, self.marks, self._is_described = [], Marks(), False
+            self._marked, self._marks, self._described, self._is_let_go = [], Marks(), None, True
 
 
 def in_one(value: Any) -> Iterator[Any]:

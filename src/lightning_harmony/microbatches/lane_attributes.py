@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import is_derived
-from lightning_harmony.engine.structures.containers import MISSING, put_content, put_value
-from lightning_harmony.engine.structures.tree import stood_for
+from lightning_harmony.engine.structures.containers import MISSING, have_same_content, put_content
+from lightning_harmony.engine.structures.tree import CONSTANTS, stood_for
 from lightning_harmony.held.equal_objects import are_equal_objects
 from lightning_harmony.held.held_state import ALL, Held, Kind
 from lightning_harmony.held.places import Contents, Places, Together
@@ -71,6 +71,10 @@ class _Space:
         base: a copy of it when the step began.
         seen: a copy of it when the turn began.
         own: by microbatch, what it has changed: values by name, or the whole list or set under None.
+
+    Of microbatches that have changed nothing since, it is known what to put where one has its turn behind another: `_moves`.
+    Copies tell by their identity whether something has changed, once the place was looked at: `_known` is one in which nothing
+    is foreign.
     """
 
     def __init__(self, held: Held, base: Any, known: KnownChanges, of_layers: set[str]) -> None:
@@ -81,43 +85,69 @@ class _Space:
         self.counters = known.counters.get(held.name, {}) if held.is_named else {}
         self.grows = held.name in known.growing and not held.is_named
         self.is_passed_on = self.grows and held.name in known.passed_on
-        self.base = self.seen = base
+        self.base = self.seen = self._known = base
         self.own: dict[int, dict[Any, Any]] = {}
+        self._moves: dict[tuple[int | None, int], _Values] = {}
+        self._num_of_layers = len(of_layers)
+        # Whether nothing is in what is put that may come and go.
+        self._has_leaves_alone = True
+
+    def switch(self, before: int | None, now: int) -> None:
+        """A microbatch has its turn behind another: note what that has changed, and put what the one is to find.
+
+        That is all that it has changed itself, as it has left it, and counters as they are in its turn. The place was looked
+        at just now.
+        """
+        if before is not None:
+            self.leave(before)
+        if len(self.of_layers) != self._num_of_layers:
+            self._num_of_layers = len(self.of_layers)
+            self._moves.clear()
+        values = self._moves.get((before, now))
+        if values is None:
+            values = _Values.of(({} if before is None else self._taken_back(before), self._found(now)))
+            if self._has_leaves_alone:
+                self._moves[before, now] = values
+        self._put(values)
 
     def leave(self, microbatch: int) -> None:
-        """Note what a microbatch has changed in its turn, and take back what no other is to find."""
-        if not self.held.is_as(self.seen):
-            changed = self._changed()
-            if changed:
-                self.own.setdefault(microbatch, {}).update(changed)
-            self.seen = self.held.look()
-        # In an earlier turn, too: it has found that again in this one.
-        again = {
+        """Note what a microbatch has changed in its turn. The place was looked at just now."""
+        newest = self.held.newest
+        is_as_seen = newest is self.seen or have_same_content(newest, self.seen)
+        if changed := {} if is_as_seen else self._changed():
+            self.own.setdefault(microbatch, {}).update(changed)
+            self._moves.clear()
+            bases = map(self._base_of, changed)
+            self._has_leaves_alone = self._has_leaves_alone and all(map(_is_leaf, (*changed.values(), *bases)))
+        self.seen = newest
+
+    def enter_all(self, before: int, ran: Iterable[int]) -> None:
+        """Make everything what it is behind several microbatches, each of which finds what it has changed itself."""
+        self._put(_Values.of((self._taken_back(before), *map(self._found, ran))))
+
+    def _taken_back(self, microbatch: int) -> dict[Any, Any]:
+        """What others find of what a microbatch has changed, in its turn or in an earlier one."""
+        return {
             name: self._base_of(name) if self._goes(name, value) else self._newest(name)
             for name, value in self.own.get(microbatch, {}).items()
         }
-        if again:
-            self._set(again)
-            self.seen = self.held.look()
 
-    def enter(self, microbatch: int) -> None:
-        """Make everything that a microbatch has changed what it made of it, and counters what they are in its turn."""
+    def _found(self, microbatch: int) -> dict[Any, Any]:
+        """What a microbatch finds that is not what others find."""
         own = self.own.get(microbatch, {})
         counted = {
             name: self._base_of(name) + microbatch * step for name, step in self.counters.items() if name not in own
         }
-        if own or counted:
-            self._set({**own, **counted})
-            self.seen = self.held.look()
+        return {**own, **counted}
 
-    def finish(self) -> None:
-        """Make everything what the microbatches leave one after the other."""
-        for microbatch in sorted(self.own):
-            self._set(self.own[microbatch])
+    def finish(self, microbatch: int) -> None:
+        """Make everything what the microbatches leave one after the other, the last turn of all being one's."""
+        self.leave(microbatch)
+        self._put(_Values.of((self._taken_back(microbatch), *(self.own[each] for each in sorted(self.own)))))
         if isinstance(self.content, list | deque) and self.own and not self.is_passed_on:
             lists = [self.own[microbatch][None] for microbatch in sorted(self.own)]
             if all(len(each) >= len(self.base) and all(map(operator.is_, each, self.base)) for each in lists):
-                self._set({None: [*self.base, *(item for each in lists for item in each[len(self.base) :])]})
+                put_content(self.content, [*self.base, *(item for each in lists for item in each[len(self.base) :])])
         elif isinstance(self.content, set) and self.grows and not self.is_passed_on:
             set.update(self.content, *(self.own[microbatch][None] for microbatch in self.own))
 
@@ -133,17 +163,22 @@ class _Space:
             return [] if self.own else [None]
         return [name for name in {**self.base, **self.content} if self._is_late(name, ran)]
 
-    def foreign(self, *, is_watched: bool) -> list[Any]:
+    def foreign(self, now: Any, *, is_watched: bool) -> list[Any]:
         """The names of what is changed now, and not what a microbatch is known to have of its own.
 
         Args:
+            now: a copy of the place.
             is_watched: whether lanes switch what they have here.
         """
+        if now is self._known:
+            return []
         late = self.late(())
-        if not is_watched or not self.is_named:
-            return [] if is_watched else late
-        values = [(name, self.content.get(name, MISSING)) for name in late if name not in self.counters]
-        return [name for name, value in values if not self._is_switched(name, value, self._base_of(name))]
+        if is_watched:
+            names = [name for name in late if name not in self.counters] if self.is_named else []
+            values = [(name, self.content.get(name, MISSING)) for name in names]
+            late = [name for name, value in values if not self._is_switched(name, value, self._base_of(name))]
+        self._known = None if late else now
+        return late
 
     def _is_late(self, name: Any, ran: Collection[int]) -> bool:
         before, now = self._base_of(name), self.content.get(name, MISSING)
@@ -158,10 +193,8 @@ class _Space:
         """Make everything what it was when the step began."""
         if self.held.is_as(self.base):
             return
-        if self.is_named:
-            self._set({name: self.base.get(name, MISSING) for name in {**self.base, **self.content}})
-        else:
-            self._set({None: self.base})
+        names = {**self.base, **self.content} if self.is_named else {None: None}
+        self._put(_Values.of(({name: self._base_of(name) for name in names},)))
 
     def _changed(self) -> dict[Any, Any]:
         if not self.is_named:
@@ -200,12 +233,51 @@ class _Space:
     def _base_of(self, name: Any) -> Any:
         return self.base.get(name, MISSING) if isinstance(self.base, dict) else self.base
 
-    def _set(self, values: dict[Any, Any]) -> None:
-        for name, value in values.items():
-            if self.is_named:
-                put_value(self.content, name, value)
-            else:
-                put_content(self.content, value)
+    def _put(self, values: _Values) -> None:
+        """Put values in a place that was looked at just now."""
+        held, newest = self.held, self.held.newest
+        if not self.is_named:
+            if values.put and not held.is_as(values.put[None]):
+                put_content(self.content, values.put[None])
+                held.look()
+        elif values.gone or any(newest.get(name, MISSING) is not value for name, value in values.put.items()):
+            held.put_known(values.put, values.gone)
+        if values.put or values.gone:
+            self.seen = held.newest
+        if self._known is newest:
+            # What is put was in it at the end of a turn, and nothing was foreign then.
+            self._known = held.newest
+
+
+class _Values(NamedTuple):
+    """What is put in a place.
+
+    Attributes:
+        gone: the names that have no values before.
+        put: values by name, or a whole list or set under None.
+    """
+
+    gone: Collection[Any]
+    put: dict[Any, Any]
+
+    @classmethod
+    def of(cls, several: Iterable[Mapping[Any, Any]]) -> _Values:
+        """What it takes to put several, one after the other, of which `MISSING` takes a name away."""
+        gone: dict[Any, None] = {}
+        put: dict[Any, Any] = {}
+        for values in several:
+            for name, value in values.items():
+                if value is MISSING:
+                    gone[name] = None
+                    put.pop(name, None)
+                else:
+                    put[name] = value
+        return cls(gone, put)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether nothing is in a value that may come and go."""
+    return value is MISSING or type(value) in CONSTANTS or issubclass(type(value), Tensor)
 
 
 def is_switched(kind: Kind, name: Any, value: Any, before: Any, *, of_layer: bool) -> bool:
@@ -291,20 +363,20 @@ class LaneAttributes:
         """From now on a microbatch runs. Called in the thread of the one that had its turn before."""
         if microbatch == self._current:
             return
-        if self._current is not None and not self._seen_late:
-            self._look()
+        self._look()
         for space in self._watched:
-            if self._current is not None:
-                space.leave(self._current)
-            space.enter(microbatch)
+            space.switch(self._current, microbatch)
         self._current = microbatch
         self._ran.add(microbatch)
 
     def _look(self) -> None:
         """Note what is changed now and no microbatch is known to have of its own: it may be put back before the step ends."""
-        for held, base, _ in self._begun.changed():
+        changed = self._begun.changed()
+        if self._current is None or self._seen_late:
+            return
+        for held, base, now in changed:
             space = self._space(held, base)
-            self._seen_late += _named(space, space.foreign(is_watched=space.name in self._known.places))
+            self._seen_late += _named(space, space.foreign(now, is_watched=space.name in self._known.places))
 
     def set_by_layer(self, attributes: dict[str, Any], names: set[str]) -> None:
         """The own code of a layer has set these of a module's attributes: one microbatch after the other comes there."""
@@ -316,15 +388,15 @@ class LaneAttributes:
         """What microbatches that took turns have changed for the first time, where others may have found it."""
         if self._current is None:
             return []
+        self._begun.changed()
         for space in self._watched:
             space.leave(self._current)
             # What the last one leaves, as all that is not switched.
-            for microbatch in sorted(self._ran):
-                space.enter(microbatch)
+            space.enter_all(self._current, sorted(self._ran))
         spaces = [self._space(held, base) for held, base, _ in self._begun.changed()]
         late = [text for space in spaces for text in _named(space, space.late(self._ran))]
         for space in self._watched:
-            space.enter(self._current)
+            space.switch(None, self._current)
         return self._seen_late + late
 
     def undo(self) -> None:
@@ -336,9 +408,9 @@ class LaneAttributes:
     def finish(self) -> None:
         """The step is over."""
         if self._current is not None:
+            self._begun.changed()
             for space in self._watched:
-                space.leave(self._current)
-                space.finish()
+                space.finish(self._current)
         self._forget()
 
     def _forget(self) -> None:

@@ -7,14 +7,17 @@ the microbatch before leaves in the end. One that has written it must find that 
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch._C import DisableTorchFunction
+from torch._C._dynamo.guards import dict_version
 
-from lightning_harmony.engine.structures.containers import num_kept
+from lightning_harmony.engine.structures.containers import MISSING, num_kept
 from lightning_harmony.engine.structures.tree import tensors_of
-from lightning_harmony.held.held_state import ALL, Held, Kind
+from lightning_harmony.held.held_state import ALL, Held, Kind, version_of
 from lightning_harmony.held.reads import Readers
 from lightning_harmony.microbatches.carried_state import State, are_same
 from lightning_harmony.microbatches.lane_attributes import KnownChanges, in_words
@@ -41,6 +44,8 @@ class _Place:
     Attributes:
         held: what it is in.
         name: its name there; `ALL` of a list, or the names themselves of a dict.
+        number: its own.
+        newest: what was there when it was looked at last.
         first: what the step began with.
         entered: what the turn began with.
         left: by microbatch, what it left when it wrote it last.
@@ -50,10 +55,10 @@ class _Place:
         is_lost: whether a microbatch has not found again what it had left.
     """
 
-    def __init__(self, held: Held, name: Any) -> None:
-        self.held, self.name = held, name
+    def __init__(self, number: int, held: Held, name: Any) -> None:
+        self.number, self.held, self.name = number, held, name
         self.is_buffer = held.is_of_buffers
-        self.first = self.entered = self.state()
+        self.first = self.entered = self.newest = self.state()
         self._asked: Sequence[Any] = ()
         self.left: dict[int, State] = {}
         self.written_in: dict[int, int] = {}
@@ -64,19 +69,20 @@ class _Place:
     def state(self) -> State:
         return State.of(self.held, self.name)
 
-    def ask_again(self) -> None:
-        """What was there is not kept any longer, and asked for as a whole the next time."""
-        self._asked = ()
+    def is_moved(self) -> bool:
+        """Whether another object is under the name than when it was looked at."""
+        return self.held.content.get(self.name, MISSING) is not self.newest.values[0]
 
-    def come_tensors(self) -> list[Tensor]:
-        """The tensors, of those it was not asked for before, that tell of what is computed with them.
+    def come_tensors(self, *, is_new: bool) -> list[Tensor]:
+        """The tensors that tell of what is computed with them. Buffers do not: they may be another's meanwhile.
 
-        Buffers do not: they may be another's meanwhile.
+        Args:
+            is_new: whether all are asked for; else those that it was not asked for before.
         """
         before, self._asked = self._asked, self.entered.values
-        if self.is_buffer or before is self._asked:
+        if self.is_buffer:
             return []
-        come = self._asked[num_kept(before, self._asked) :]
+        come = self._asked if is_new else self._asked[num_kept(before, self._asked) :]
         return [tensor for tensor in tensors_of(*come) if type(tensor) is Tensor]
 
     def is_stale(self) -> bool:
@@ -96,6 +102,72 @@ class _Place:
         return any(microbatch > 0 for microbatch in (self.used if has_tensors else self.fetched))
 
 
+class _Looks:
+    """Looks at places, and again at those alone in which something may be other than it was.
+
+    Dicts count their changes, and tensors those in place: as long as neither has counted one, the same objects are under all
+    names, and hold the same. What is in other places is looked at each time: lists, what is seen as a dict, dicts of other
+    classes, and tensors of these.
+    """
+
+    def __init__(self, places: Sequence[_Place]) -> None:
+        self._places = places
+        of_dicts: dict[int, list[_Place]] = defaultdict(list)
+        for place in places:
+            if place.name is not ALL and type(place.held.content) in (dict, defaultdict, OrderedDict):
+                of_dicts[id(place.held.content)].append(place)
+        self._of_dicts = list(of_dicts.values())
+        self._dicts: list[dict[Any, Any]] = [each[0].held.content for each in self._of_dicts]
+        counted = {place.number for each in self._of_dicts for place in each}
+        self._others = [place for place in places if place.number not in counted]
+        self._changes = self._changes_now()
+        # By the numbers of places: tensors that count, and what they have counted.
+        self._tensors: dict[int, Tensor] = {}
+        self._versions: dict[int, int | None] = {}
+        # Where tensors are that their own classes may answer for.
+        self._uncounted: set[int] = set()
+        for number in counted:
+            self._look_at(places[number])
+
+    def _changes_now(self) -> list[int]:
+        # Torch may not count that an empty dict is filled with all of another one.
+        return [*map(dict_version, self._dicts), *map(len, self._dicts)]
+
+    def again(self) -> list[_Place]:
+        """Look; returns the places in which something may be other than the last time."""
+        changes, numbers = self._changes_now(), set(self._uncounted)
+        with DisableTorchFunction():
+            versions = [None if tensor.is_inference() else tensor._version for tensor in self._tensors.values()]
+        if versions != list(self._versions.values()):
+            both = zip(self._versions.items(), versions, strict=True)
+            numbers.update(number for (number, then), now in both if then != now)
+        if changes != self._changes:
+            of_each = zip(self._of_dicts * 2, self._changes, changes, strict=True)
+            numbers.update(
+                place.number for each, then, now in of_each if then != now for place in each if place.is_moved()
+            )
+            self._changes = changes
+        for number in numbers:
+            self._look_at(self._places[number])
+        for place in self._others:
+            place.newest = place.state()
+        return [*(self._places[number] for number in sorted(numbers)), *self._others]
+
+    def _look_at(self, place: _Place) -> None:
+        value, number = place.held.content.get(place.name, MISSING), place.number
+        kind = type(value)
+        if kind is Tensor or getattr(kind, "tells_of_reads", False):
+            version = version_of(value)
+            place.newest = State([value], [version])
+            self._tensors[number], self._versions[number] = value, version
+            self._uncounted.discard(number)
+            return
+        place.newest = place.state()
+        if self._tensors.pop(number, None) is not None:
+            del self._versions[number]
+        (self._uncounted.add if issubclass(kind, Tensor) else self._uncounted.discard)(number)
+
+
 class StaleReads:
     """Watches a step in which microbatches take turns.
 
@@ -109,11 +181,16 @@ class StaleReads:
         self, places: Iterable[Held], buffers: Iterable[tuple[Held, Sequence[str]]], known: KnownChanges
     ) -> None:
         self._known = known
-        self._places = [
-            *(_Place(held, name) for held in places for name in _names_of(held, known)),
-            *(_Place(held, name) for held, names in buffers for name in names),
-        ]
+        names = [(held, name) for held in places for name in _names_of(held, known)]
+        names += [(held, name) for held, of_buffers in buffers for name in of_buffers]
+        self._places = [_Place(number, held, name) for number, (held, name) in enumerate(names)]
+        self._looks = _Looks(self._places)
         self._readers = Readers(self._places, self._note_fetched, self._note_used)
+        # The numbers of places: what each microbatch has left, and what is asked for as a whole in the next turn.
+        self._left: dict[int, set[int]] = defaultdict(set)
+        self._asked_again: set[int] = set(range(len(self._places)))
+        # Those that may be other than when the turn began.
+        self._changed: list[_Place] = []
         self._turn = 0
         self._last_turn: dict[int, int] = {}
         self._current: int | None = None
@@ -125,14 +202,19 @@ class StaleReads:
         self._turn += 1
         self._current, self._last_turn[microbatch] = microbatch, self._turn
         self._readers.renew()
-        for place in self._places:
-            place.entered = place.state()
-            if microbatch in place.left:
-                place.ask_again()
-                continue
-            for tensor in place.come_tensors():
+        changed = [*self._changed, *self._looks.again()]
+        self._changed = []
+        for place in changed:
+            place.entered = place.newest
+        # Of what it has written itself it is not asked what it reads.
+        own = self._left[microbatch]
+        self._asked_again |= own
+        for number in sorted({place.number for place in changed}.union(self._asked_again) - own):
+            place = self._places[number]
+            for tensor in place.come_tensors(is_new=number in self._asked_again):
                 if not self._readers.watches(tensor):
                     self._readers.watch(tensor, place)
+        self._asked_again &= own
         for place in self._readers.unseen:
             # It may be read whenever.
             if microbatch not in place.left:
@@ -142,10 +224,11 @@ class StaleReads:
         """The turn ends."""
         if self._current is None:
             return
-        for place in self._places:
-            now = place.state()
-            if not now.is_same(place.entered):
-                place.left[self._current], place.written_in[self._current] = now, self._turn
+        self._changed = self._looks.again()
+        for place in self._changed:
+            if not place.newest.is_same(place.entered):
+                place.left[self._current], place.written_in[self._current] = place.newest, self._turn
+                self._left[self._current].add(place.number)
         self._current = None
 
     def _note_fetched(self, place: _Place) -> None:
@@ -159,7 +242,7 @@ class StaleReads:
 
     def _note_used(self, place: _Place) -> None:
         # The tensor tells of nothing any more, and is to do so for the next microbatch.
-        place.ask_again()
+        self._asked_again.add(place.number)
         self._note(place, place.used)
 
     def _note(self, place: _Place, found: dict[int, State]) -> None:
@@ -196,7 +279,7 @@ class StaleReads:
         """Nothing is watched any more."""
         self._current = None
         self._readers.close()
-        self._places = []
+        self._places, self._looks, self._changed = [], _Looks(()), []
 
 
 def _names_of(held: Held, known: KnownChanges) -> Iterator[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -40,6 +40,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _KINDS_OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 # Longer ones, such as vocabularies, are no place for what a call counts or collects, and take long to compare.
 LONGEST = 4096
+_NOTHING = nullcontext()
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict, OrderedDict, defaultdict, Counter, set, deque)
 # So many first calls of a layer are looked at for what they leave.
@@ -274,25 +275,31 @@ def _late_buffers(modules: Sequence[nn.Module], swapped: Sequence[Collection[str
     ]
 
 
+def _asking_nobody(tensor: Tensor) -> AbstractContextManager[object]:
+    """The context in which to ask a tensor for what it is, though somebody watches who reads it."""
+    return torch._C.DisableTorchFunctionSubclass() if hasattr(type(tensor), "tells_of_reads") else _NOTHING
+
+
 class _Kept:
     """A tensor, and what it takes to have it again."""
 
     def __init__(self, name: str, tensor: Tensor, *, compares: bool, stays: bool) -> None:
         self.name = name
         self.tensor = tensor
-        # Inference tensors count no versions, and are written to in inference mode alone.
-        self._version = None if stays or tensor.is_inference() else tensor._version
-        small = self._version is not None and tensor.numel() * tensor.element_size() <= _SMALL_BYTES
-        # Whether user code reads it may be watched, by its class.
-        is_watched = getattr(type(tensor), "tells_of_reads", False)
-        with torch._C.DisableTorchFunctionSubclass() if is_watched else nullcontext():
+        with _asking_nobody(tensor):
+            # Inference tensors count no versions, and are written to in inference mode alone.
+            self._version = None if stays or tensor.is_inference() else tensor._version
+            small = self._version is not None and tensor.numel() * tensor.element_size() <= _SMALL_BYTES
             self._copy = copied(tensor.detach()) if small else None
-        # Fake ones hold nothing.
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
-        self._checksum = _checksum(tensor) if compares and is_plain and self._version is not None else None
+            # Fake ones hold nothing.
+            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+            self._checksum = _checksum(tensor) if compares and is_plain and self._version is not None else None
 
     def has_changed(self) -> bool:
-        return self._version is not None and self.tensor._version != self._version
+        if self._version is None:
+            return False
+        with _asking_nobody(self.tensor):
+            return self.tensor._version != self._version
 
     def _has_changed_unseen(self) -> bool:
         if self._checksum is None or self.has_changed():

@@ -99,7 +99,7 @@ def is_parameter(value: Any) -> bool:
     Its type comes first: other classes may answer `isinstance` themselves, and `nn.Parameter` takes its time to answer.
     """
     kind = type(value)
-    if kind is Tensor or not issubclass(kind, Tensor):
+    if kind is Tensor or not issubclass(kind, Tensor) or hasattr(kind, "tells_of_reads"):
         return False
     return hasattr(kind, "stands_for") or isinstance(value, nn.Parameter)
 
