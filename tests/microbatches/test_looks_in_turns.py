@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.model.attributes import AttributesOfLayer
 from lightning_harmony.held.held_state import ALL, Held
 from lightning_harmony.held.places import Places
+from lightning_harmony.held.reads import Readers, Watched
 from lightning_harmony.held.walk import Other
 from lightning_harmony.microbatches.lane_attributes import KnownChanges, LaneAttributes
 from lightning_harmony.microbatches.stale_reads import StaleReads
@@ -113,6 +115,22 @@ def test_what_is_as_it_was_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatc
     reads.leave()
     assert not looked
     reads.close()
+
+
+def test_to_look_at_a_layers_attributes_asks_no_watched_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each was asked in Python half a dozen times around each call of its layer."""
+    asked: list[Any] = []
+    monkeypatch.setattr(Watched, "__torch_function__", classmethod(lambda cls, func, *args: asked.append(func)))
+    readers, module = Readers((), lambda place: None, asked.append), nn.Module()
+    module.kept = torch.zeros(3)
+    readers.watch(module.kept, "found")
+    before = AttributesOfLayer([module], []).read()
+    assert before.are_current()
+    with torch._C.DisableTorchFunctionSubclass():
+        module.kept.add_(1)
+    assert not before.are_current()
+    assert not asked
+    readers.close()
 
 
 # ---- what lanes switch -----------------------------------------------------------------------------------------------------
