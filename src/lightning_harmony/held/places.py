@@ -9,12 +9,12 @@ from itertools import chain, islice
 from typing import Any
 
 from torch import nn
-from torch._C._dynamo.guards import dict_version
 
 from lightning_harmony.engine.model.attributes import LONGEST
 from lightning_harmony.engine.structures.containers import (
     MISSING,
     Unchanged,
+    changes_of,
     copied_content,
     entries_of,
     have_same_content,
@@ -37,27 +37,14 @@ class Together:
         self.places = places
         self.newest = [held.look() for held in places]
         dicts = {number: _dict_of(held) for number, held in enumerate(places)}
-        self._all_dicts = {number: content for number, content in dicts.items() if content is not None}
+        self._dicts = {number: content for number, content in dicts.items() if content is not None}
         self._readers = {
             number: _reader(held)
             for number, held in enumerate(places)
-            if number not in self._all_dicts or _is_ordered(held)
+            if number not in self._dicts or _is_ordered(held)
         }
         self._let_go: list[int] = []
-        self._sort()
-        self._read = self._read_now()
-
-    def _sort(self) -> None:
-        """Tell empty dicts, as the attributes of most functions are, from others.
-
-        Of these torch does not count that they are filled with all of another one at once; and their size is sooner asked for.
-        """
-        self._empty = {number: content for number, content in self._all_dicts.items() if not dict.__len__(content)}
-        self._dicts = {number: content for number, content in self._all_dicts.items() if number not in self._empty}
-        self._versions = self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        return [*map(dict_version, self._dicts.values()), *map(dict.__len__, self._empty.values())]
+        self._changes, self._read = changes_of(self._dicts.values()), self._read_now()
 
     def _read_now(self) -> list[Any]:
         # With something between two of them: what goes from one to the next is not where it was.
@@ -65,20 +52,17 @@ class Together:
 
     def look(self) -> list[int]:
         """The numbers of those that have changed since they were looked at last."""
-        numbers, self._let_go = self._let_go, []
-        versions, read = self._versions_now(), self._read_now()
-        if versions != self._versions:
-            both = zip((*self._dicts, *self._empty), self._versions, versions, strict=True)
-            numbers += [number for number, then, now in both if then != now]
+        numbers, self._let_go = set(self._let_go), []
+        changes, read = changes_of(self._dicts.values()), self._read_now()
+        if changes != self._changes:
+            each = zip((*self._dicts, *self._dicts), self._changes, changes, strict=True)
+            numbers.update(number for number, then, now in each if then != now)
         if not have_same_content(read, self._read):
-            numbers += self._readers
-        self._versions, self._read = versions, read
-        changed = [number for number in numbers if self.places[number].look() is not self.newest[number]]
+            numbers.update(self._readers)
+        self._changes, self._read = changes, read
+        changed = [number for number in sorted(numbers) if self.places[number].look() is not self.newest[number]]
         if changed:
             self.newest = list(self.newest)
-            dicts = [number for number in changed if number in self._all_dicts]
-            if any((number in self._empty) is bool(dict.__len__(self._all_dicts[number])) for number in dicts):
-                self._sort()
             for number in changed:
                 self.newest[number] = self.places[number].newest
                 if number not in self._readers and _is_ordered(self.places[number]):

@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import Tensor
 from torch._C import DisableTorchFunction
-from torch._C._dynamo.guards import dict_version
 
-from lightning_harmony.engine.structures.containers import MISSING, num_kept
+from lightning_harmony.engine.structures.containers import MISSING, changes_of, num_kept
 from lightning_harmony.engine.structures.tree import tensors_of
 from lightning_harmony.held.held_state import ALL, Held, Kind, version_of
 from lightning_harmony.held.reads import Readers
@@ -120,7 +119,7 @@ class _Looks:
         self._dicts: list[dict[Any, Any]] = [each[0].held.content for each in self._of_dicts]
         counted = {place.number for each in self._of_dicts for place in each}
         self._others = [place for place in places if place.number not in counted]
-        self._changes = self._changes_now()
+        self._changes = changes_of(self._dicts)
         # By the numbers of places: tensors that count, and what they have counted.
         self._tensors: dict[int, Tensor] = {}
         self._versions: dict[int, int | None] = {}
@@ -129,13 +128,9 @@ class _Looks:
         for number in counted:
             self._look_at(places[number])
 
-    def _changes_now(self) -> list[int]:
-        # Torch may not count that an empty dict is filled with all of another one.
-        return [*map(dict_version, self._dicts), *map(len, self._dicts)]
-
     def again(self) -> list[_Place]:
         """Look; returns the places in which something may be other than the last time."""
-        changes, numbers = self._changes_now(), set(self._uncounted)
+        changes, numbers = changes_of(self._dicts), set(self._uncounted)
         with DisableTorchFunction():
             versions = [None if tensor.is_inference() else tensor._version for tensor in self._tensors.values()]
         if versions != list(self._versions.values()):

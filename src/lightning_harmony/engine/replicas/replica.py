@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.guards import dict_version
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.replicas.flat_pieces import FlatPieces
-from lightning_harmony.engine.structures.containers import entries_of
+from lightning_harmony.engine.structures.containers import changes_of, entries_of
 from lightning_harmony.engine.structures.nested import leaves_of, map_tensors
 from lightning_harmony.engine.structures.strides import spanned_bytes
 
@@ -71,14 +70,11 @@ class _Owner:
 
     def note(self) -> None:
         """What it holds is known."""
-        self._versions = self._versions_now()
+        self._changes = changes_of(self._dicts)
 
     def has_changed(self) -> bool:
         """Whether it may hold something else than is known."""
-        return self._versions != self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        return [dict_version(each) for each in self._dicts]
+        return self._changes != changes_of(self._dicts)
 
 
 class Holders:

@@ -7,7 +7,7 @@ methods of the class of Python's own that holds it.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice, starmap
@@ -84,6 +84,14 @@ def with_others(content: Any, others: Mapping[Any, Any]) -> Any:
     for number, value in others.items():
         values[number] = value
     return values
+
+
+def changes_of(dicts: Collection[dict[Any, Any]]) -> list[int]:
+    """What stays equal as long as the same objects have the same names in some dicts.
+
+    Torch counts the changes of each, but not that an empty one is filled with all of another one at once: its size tells that.
+    """
+    return [*map(dict_version, dicts), *map(dict.__len__, dicts)]
 
 
 class Unchanged:
