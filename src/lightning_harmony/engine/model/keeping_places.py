@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.model.attributes import LONGEST
+from lightning_harmony.engine.structures.packages import LIBRARIES
 from lightning_harmony.engine.structures.parts import is_composed
 
 # Objects within objects are looked into to this depth.
 _DEEPEST = 3
 _ATOMS = (Tensor, nn.Module, str, bytes, int, float, complex, type(None), type, ModuleType, torch.dtype, torch.device)
 # Objects of these packages keep nothing of a layer.
-_LIBRARIES = frozenset(
-    ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "numpy", "builtins")
-)
+_LIBRARIES = LIBRARIES - {"lightning_harmony"}
 
 
 @dataclass(frozen=True)
