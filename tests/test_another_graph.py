@@ -115,22 +115,6 @@ def test_a_tensor_that_belongs_to_no_module_gets_its_gradient_as_in_plain_traini
     assert torch.equal(trained("auto"), trained(HarmonyStrategy(num_microbatches=1, profile_cache=False)))
 
 
-class Constrained(nn.Linear):
-    """Limits the norm of its weight as EEGNet's layers do: at first, and for as long as this is not exceeded, to no effect."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=100.0)
-        return super().forward(x)
-
-
-def test_a_layer_that_assigns_to_the_data_of_its_weight_is_refused_whatever_it_assigns() -> None:
-    """It was compared once, in its first backward. What it assigned later, when the norm was exceeded, was lost."""
-    model = Model()
-    model.net[2] = Constrained(16, 16)
-    with pytest.raises(UnsupportedModelError, match=r"layer 'net.2' (modifies|changes the data of) a parameter"):
-        fit(model)
-
-
 class Evaluated(Model):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.net(batch)

@@ -721,6 +721,17 @@ def assign(weight: nn.Parameter) -> None:
     weight.data = weight.data * 0.5
 
 
+def assign_beside_the_old(weight: nn.Parameter) -> None:
+    """In plain PyTorch that is not changed."""
+    old = weight.data
+    weight.data = old * 0.5
+    assert not torch.equal(old, weight)
+
+
+def assign_in_another_layout(weight: nn.Parameter) -> None:
+    weight.data = weight.data.t().contiguous().t()
+
+
 def change_in_numpy(weight: nn.Parameter) -> None:
     array = weight.detach().cpu().numpy() if weight.is_cuda else weight.detach().numpy()
     array *= 0.5
@@ -731,6 +742,7 @@ def change_in_numpy(weight: nn.Parameter) -> None:
 @pytest.mark.parametrize(
     "change",
     [
+        assign,
         lambda weight: weight.data.mul_(0.9),
         lambda weight: weight.data.copy_(weight.data.clamp(-0.1, 0.1)),
         lambda weight: weight.data[0].zero_(),
@@ -749,7 +761,8 @@ def test_a_change_of_a_weights_data_of_which_a_version_tells_gives_equal_bits(
 @pytest.mark.parametrize(
     "change",
     [
-        assign,
+        assign_beside_the_old,
+        assign_in_another_layout,
         lambda weight: weight.view(-1).data.mul_(0.9),
         lambda weight: weight.data.data.copy_(weight.roll(1, 0)),
         lambda weight: torch.from_dlpack(weight.detach()).clamp_(-0.1, 0.1),

@@ -213,10 +213,13 @@ class Switch(nn.Module):
 
 
 class AssignsTheDataOfItsWeight(Switch):
+    """In plain PyTorch, the graph keeps what the weight was."""
+
     def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
         if self.bad:
             self.linear.weight.data = self.linear.weight.data * 0.5
-        return self.linear(x)
+        return x
 
 
 CHANGES_DATA = ["changes the data of a parameter", "on_train_batch_start"]

@@ -267,9 +267,35 @@ class Perturbed(nn.Module):
         return x + self.linear(F.dropout(x, 0.2, self.training)).tanh()
 
 
+class Constrained(nn.Linear):
+    """As EEGNet's layers, each call assigns to the data of the weight what the norm of its rows may be at most."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.5)
+        return x + super().forward(x).tanh()
+
+
+class Initialized(nn.Module):
+    """As Glow's, its first call alone assigns what is then trained; it keeps what it has assigned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.first: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first is None:
+            self.first = 1 / x.detach().std(0)
+            self.scale.data = self.first
+        return x * self.first.clamp(0, 2) + self.linear(x * self.scale).tanh()
+
+
 @pytest.mark.parametrize(
     ("kind", "num_microbatches", "devices"),
-    combined([Masked, ActNorm, Renormed, Perturbed], [(1, 1), (4, 1), (2, 2)]),
+    combined([Masked, ActNorm, Renormed, Perturbed, Constrained, Initialized], [(1, 1), (4, 1), (2, 2)]),
 )
 def test_a_layer_may_change_parameters_that_are_trained(
     kind: type[nn.Module], num_microbatches: int, devices: int
@@ -321,7 +347,7 @@ class Validates(Net):
         self.losses.append(self.net(batch).detach().clone())
 
 
-@pytest.mark.parametrize("kind", [Masked, ActNorm, Renormed])
+@pytest.mark.parametrize("kind", [Masked, ActNorm, Renormed, Constrained, Initialized])
 def test_an_evaluation_leaves_what_layers_make_of_them(kind: type[nn.Module]) -> None:
     options = {"val_check_interval": 1.0, "num_sanity_val_steps": 2}
     assert_same_training(Validates(Chain(kind)), torch.randn(40, WIDTH), num_microbatches=1, layers=[kind], **options)

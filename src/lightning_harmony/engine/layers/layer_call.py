@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.devices.device import NO_CONTEXT
 from lightning_harmony.engine.devices.hidden_shortages import hidden_shortage
+from lightning_harmony.engine.layers.assigned_data import own_code
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.call_weights import (
     CallWeights,
@@ -41,7 +42,6 @@ from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.derived import keeping_derived
 from lightning_harmony.engine.model.layer import (
     BufferKey,
-    OwnCodeOf,
     SwappedLayer,
 )
 from lightning_harmony.engine.model.pack import Residency
@@ -216,7 +216,7 @@ class LayerCall:
         # Of weights composed of others, what is saved comes again with the rest.
         parameter = self.residency.parameter_at(tensor) if tensor.layout is torch.strided else None
         if parameter is not None and (leaf := self.residency.leaves[parameter]).dtype is tensor.dtype:
-            self._saves.add(None)
+            self._saves.add(None, of=parameter)
             return ViewAgain(tensor, leaf, partial(_weight_again, self, parameter))
         # Modes that are active in the layer are not to see this.
         with DisableTorchFunction():
@@ -231,7 +231,7 @@ class LayerCall:
         reaching = self.runtime.surroundings.reaching(
             self.layer, self.residency, given, takes_objects=self._takes_objects, is_compiled=self._is_compiled
         )
-        with reaching, OwnCodeOf(self.layer):
+        with reaching, own_code(self.layer, self.residency, self._saves, is_again=not self._is_running):
             if not self._is_compiled:
                 return self._original(*args, **kwargs)
             with self.runtime.surroundings.compiling():

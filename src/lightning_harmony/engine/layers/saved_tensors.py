@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -71,14 +71,21 @@ class Filled(BaseException):
 
 
 class Saves:
-    """The places of a call's saved tensors, in the order in which its graph saved them. Its graph alone keeps them."""
+    """The places of a call's saved tensors, in the order in which its graph saved them. Its graph alone keeps them.
+
+    Attributes:
+        weights: the parameters in whose memory some lie, which no recompute has to bring.
+    """
 
     def __init__(self) -> None:
         self._places: list[weakref.ref[SavedTensor] | None] = []
+        self.weights = set[nn.Parameter]()
 
-    def add(self, saved: SavedTensor | None) -> None:
-        """The next one; None for one that no recompute has to bring."""
+    def add(self, saved: SavedTensor | None, *, of: nn.Parameter | None = None) -> None:
+        """The next one; None for one in the memory of a weight."""
         self._places.append(None if saved is None else weakref.ref(saved))
+        if of is not None:
+            self.weights.add(of)
 
     def alive(self) -> list[SavedTensor]:
         """Those that a backward may still ask for."""

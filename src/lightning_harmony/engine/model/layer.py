@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.errors import UnswappableBufferError
 
 BufferKey = tuple[nn.Module, str]
+Assign = Callable[[Tensor, Tensor], bool]
 # So many calls of a layer are looked at for changes that no version tells.
 COMPARED_CALLS = 8
 
@@ -370,22 +371,28 @@ class OwnCodeOf:
     """The context of a layer's own code, which finds its own parameters and must use no others.
 
     Their gradients would not leave the layer, and a lane that waited for them would wait with the layer's weights bound.
+
+    Args:
+        layer: the layer.
+        assign: gives a weight other data where that may be, and says whether it has.
     """
 
-    __slots__ = ("_before", "_layer")
+    __slots__ = ("_assign", "_before", "_layer")
 
-    def __init__(self, layer: SwappedLayer) -> None:
-        self._layer = layer
+    def __init__(self, layer: SwappedLayer, assign: Assign | None = None) -> None:
+        self._layer, self._assign = layer, assign
 
     def __enter__(self) -> None:
-        self._before, _within.layer = _within.layer, self._layer
+        self._before = _within.layer, _within.assign
+        _within.layer, _within.assign = self._layer, self._assign
 
     def __exit__(self, *error: object) -> None:
-        _within.layer = self._before
+        _within.layer, _within.assign = self._before
 
 
 class _Within(threading.local):
     layer: SwappedLayer | None = None
+    assign: Assign | None = None
 
 
 # Of each lane.
@@ -395,6 +402,11 @@ _within = _Within()
 def layer_of_caller() -> SwappedLayer | None:
     """The layer whose own code the calling thread is in, if it is in one's."""
     return _within.layer
+
+
+def assign_in_caller(weight: Tensor, value: Tensor) -> bool:
+    """Give a weight other data in the code of a layer that the calling thread is in; whether that may be."""
+    return _within.assign is not None and _within.assign(weight, value)
 
 
 def dtype_on_device(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:

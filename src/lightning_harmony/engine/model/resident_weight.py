@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.model.companions import changes_data
-from lightning_harmony.engine.model.layer import layer_of_caller
+from lightning_harmony.engine.model.layer import assign_in_caller, layer_of_caller
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -46,7 +46,7 @@ def make_resident(weight: nn.Parameter) -> nn.Parameter:
 @cache
 def _resident(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     def assign(weight: Tensor, value: Tensor) -> None:
-        if not _is_same_view(weight, value):
+        if not (_is_same_view(weight, value) or assign_in_caller(weight, value)):
             raise DataAssignedError(weight)
 
     # A detached tensor counts its changes together with the weight.
