@@ -321,3 +321,80 @@ def test_statistics_of_which_no_version_tells_are_refused_as_parameters(normaliz
 
 def test_statistics_that_are_not_updated_may_be_parameters() -> None:
     assert_same_training(Net(Normalizes(F.batch_norm)), torch.randn(40, WIDTH), num_microbatches=2, layers=[nn.Linear])
+
+
+# ---- operations of which torch tells no class ----------------------------------------------------------------------------
+
+
+class OfAClass(Tensor):
+    pass
+
+
+def scripted(tensor: Tensor) -> Tensor:
+    return torch.jit.trace(lambda each: each.exp(), torch.zeros(2, 2), check_trace=False)(tensor)
+
+
+def below_functions(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor * 2
+
+
+UNTOLD: dict[str, Callable[[Tensor], Tensor]] = {
+    "torch.tensor": torch.tensor,
+    "a class": lambda tensor: tensor.as_subclass(OfAClass).exp().as_subclass(Tensor),
+    "a script": scripted,
+    "no functions": below_functions,
+    "vmap": torch.vmap(lambda row: row.exp() / row.sum()),
+    "vmap beside": lambda tensor: torch.vmap(lambda row: tensor @ row)(torch.eye(WIDTH, device=tensor.device)),
+    "nested": lambda tensor: torch.nested.nested_tensor([tensor, tensor[:2]]).to_padded_tensor(0.0),
+    "memory": lambda tensor: torch.empty(0, device=tensor.device).set_(tensor),
+    "checkpoint": lambda tensor: torch.utils.checkpoint.checkpoint(torch.exp, tensor, use_reentrant=False),
+}
+
+
+class ComputesUntold(nn.Module):
+    """Scales what its layers return by what it computes from a weight, a frozen one and a buffer of theirs."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers[1].requires_grad_(False)
+        self.layers[2].register_buffer("scales", torch.rand(WIDTH, WIDTH))
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        for tensor in (self.layers[0].weight.detach(), self.layers[1].weight, self.layers[2].scales):
+            x = x * self.compute(tensor).clamp(-1, 1).mean()
+        return x.pow(2).mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("way", UNTOLD)
+def test_operations_of_which_no_class_is_told_find_weights_and_buffers(way: str, num_microbatches: int) -> None:
+    """They computed with the one element of a stand-in, which is no number."""
+    torch.manual_seed(0)
+    net = ComputesUntold(UNTOLD[way])
+    assert_same_training(Net(net), torch.randn(24, WIDTH), layers=[nn.Linear], num_microbatches=num_microbatches)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        (lambda weight: torch.utils.dlpack.to_dlpack(weight.detach()), "Cannot access data pointer"),
+        (nn.Parameter, r"an nn.Parameter in the memory of parameter 'net\.layers\.0\.weight'"),
+        (scripted, r"a gradient of parameter 'net\.layers\.0\.weight' comes to what stands for it"),
+    ],
+)
+def test_what_a_stand_in_cannot_do_is_refused(way: Callable[[Tensor], Any], message: str) -> None:
+    class Does(ComputesUntold):
+        def forward(self, x: Tensor) -> Tensor:
+            found = way(self.layers[0].weight)
+            return super().forward(x) + (found.mean() if isinstance(found, Tensor) else 0)
+
+    module = Net(Does(torch.exp))
+    with pytest.raises((RuntimeError, UnsupportedModelError), match=message):
+        train_harmony(module, torch.randn(8, WIDTH), HarmonyStrategy(layers=[nn.Linear]), 8, with_gradients=False)

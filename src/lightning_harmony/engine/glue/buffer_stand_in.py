@@ -7,15 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
 
 from lightning_harmony.engine.glue.glue import ANSWERED
 from lightning_harmony.engine.glue.runtime import Runtime
+from lightning_harmony.engine.glue.untold import Untold
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.structures.operations import changes_first
 from lightning_harmony.engine.structures.strides import one_element
 
 
-class BufferStandIn(Tensor):
+class BufferStandIn(Untold):
     """What the code between layers sees in place of a layer's buffer, which the layer has where it computes.
 
     Attributes:
@@ -66,3 +68,9 @@ class BufferStandIn(Tensor):
             BufferStandIn, lambda each: each._runtime.read_buffer(each._layer, each._key), (args, kwargs)
         )
         return stand_ins[0]._runtime.on_one_device(func, args, kwargs) if stand_ins else func(*args, **kwargs)
+
+    @override
+    def content(self, *, to_change: bool) -> Tensor:
+        if to_change:
+            return self._layer.buffer_to_change(self._key)
+        return self._runtime.read_buffer(self._layer, self._key)

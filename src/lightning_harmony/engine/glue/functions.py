@@ -54,7 +54,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     given = [arg for arg in args if isinstance(arg, StandIn)]
     if given:
         for stand_in in given:
-            stand_in.give()
+            stand_in._runtime.give(stand_in.parameter)
         # It may keep them, and call layers.
         return with_parameters(own, args, {}, copy=True)
     mode = _get_current_function_mode()

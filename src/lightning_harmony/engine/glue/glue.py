@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lightning_harmony.engine.glue.equal_stand_ins import COMPARING, equal_stand_ins
 from lightning_harmony.engine.glue.pickled import Pickled
@@ -22,16 +22,19 @@ from lightning_harmony.engine.glue.refusals import (
     changed_in_step,
     changes_nothing,
     gradient_in_step,
+    made_into_parameter,
     not_its_own,
+    refuse_gradients_of,
     refuse_lost_gradient,
     used_by_compiled_code,
 )
 from lightning_harmony.engine.glue.runtime import Runtime
+from lightning_harmony.engine.glue.untold import Itself, Untold
 from lightning_harmony.engine.glue.uses import Token, Use
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import SwappedLayer, dtype_on_device, layer_of_caller
-from lightning_harmony.engine.model.parameter_places import Place, is_free, is_replaced, what_is_in
+from lightning_harmony.engine.model.parameter_places import Place, is_free, is_replaced, is_trained, what_is_in
 from lightning_harmony.engine.structures.operations import Versioned, changes_first, state_for
 from lightning_harmony.engine.structures.parts import cloned, is_composed, parts_of
 from lightning_harmony.engine.structures.strides import ViewAgain, copied, one_element
@@ -40,7 +43,7 @@ from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
 
 
-class StandIn(Pickled):
+class StandIn(Pickled, Untold):
     """What glue sees in place of a swapped parameter: device, dtype and shape of the real one, and one element.
 
     What is asked of it that needs no element is answered; for anything else the parameter is swapped in.
@@ -113,9 +116,13 @@ class StandIn(Pickled):
         super().__delattr__(name)
 
     @property
-    def _is_param(self) -> bool:  # type: ignore[override]
+    def _is_param(self) -> bool:
         """Whether it counts as a parameter, as torch asks: what is detached from one is none."""
         return not self._is_detached
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        raise UnsupportedModelError(made_into_parameter(self))
 
     @property
     def stands_for(self) -> Tensor:
@@ -128,9 +135,19 @@ class StandIn(Pickled):
         result: Tensor = with_parameters(clone, (self,), {})
         return result
 
-    def give(self) -> None:
-        """An autograd function of the user's own is given the parameter."""
-        self._runtime.give(self._parameter)
+    @override
+    def content(self, *, to_change: bool) -> Tensor:
+        if to_change:
+            raise UnsupportedModelError(changed_in_step(self))
+        return _swapped_in(self, copy=True).detach()
+
+    @override
+    def refuse_compiler(self) -> None:
+        raise UnsupportedModelError(used_by_compiled_code(self))
+
+    @override
+    def note_view(self, view: Tensor, content: Tensor) -> None:
+        _note_copy(self, view, view, content)
 
     def detached(self) -> StandIn:
         """A stand-in for the same parameter without gradients."""
@@ -348,7 +365,7 @@ class Glue:
         """Stand-ins take the parameters' places within the context."""
         held = [place for place in self._places if not is_free(place)]
         shown = [(place, self._stand_in(place.parameter)) for place in held]
-        guards = [_refuse_gradients_of(place.parameter, self._runtime) for place in self._places if _is_trained(place)]
+        guards = [refuse_gradients_of(place.parameter, self._runtime) for place in self._places if is_trained(place)]
         for place, stand_in in shown:
             place.container[place.key] = stand_in
         left: list[Any] = []
@@ -393,6 +410,8 @@ class Glue:
     # What autograd saves of the code of a compiled container that is left to Python: what happens to it is not to be traced.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, Untold):
+            return Itself(tensor)
         found = self._runtime.resident_parameter(tensor)
         if found is None:
             return _Saved(tensor, self._runtime.stash_unchanged(tensor), self._runtime.filled_since(tensor))
@@ -408,24 +427,6 @@ class Glue:
         with self._runtime.calling():
             tensor: Tensor = saved.load()
         return tensor
-
-
-def _is_trained(place: Place) -> bool:
-    return place.parameter.requires_grad and place.parameter.is_leaf
-
-
-def _refuse_gradients_of(parameter: nn.Parameter, runtime: Runtime) -> RemovableHandle:
-    """Refuse a gradient that autograd itself adds to a parameter's: it came past the layers, and would be lost."""
-
-    def refuse(parameter: nn.Parameter) -> None:
-        raise UnsupportedModelError(
-            f"the step uses parameter {runtime.glue_layer(parameter).name!r} where swapping does not see it, such as in a "
-            "functools.partial, slots of an object or the optimizer's groups: use it as the attribute of its module, or keep "
-            "it in a list, dict, tuple or attribute of an object that is one"
-        )
-
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(refuse)
-    return handle
 
 
 class _Saved(Versioned):

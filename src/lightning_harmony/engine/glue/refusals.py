@@ -6,13 +6,15 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.errors import BorrowsModuleError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from lightning_harmony.engine.glue.glue import StandIn
+    from lightning_harmony.engine.glue.runtime import Runtime
 
 GRADIENTS_ASKED = (
     "torch.autograd.grad asks for gradients of parameters within the step, which come to p.grad alone, at its end: read them "
@@ -54,6 +56,20 @@ def refuse_lost_gradient(stand_in: StandIn | None) -> None:
         "extension, computes with the parameter itself. Give it a copy, parameter.clone(), or make a layer of the module that "
         "runs it with HarmonyStrategy(layers=...)"
     )
+
+
+def refuse_gradients_of(parameter: nn.Parameter, runtime: Runtime) -> RemovableHandle:
+    """Refuse a gradient that autograd itself adds to a parameter's: it came past the layers, and would be lost."""
+
+    def refuse(parameter: nn.Parameter) -> None:
+        raise UnsupportedModelError(
+            f"the step uses parameter {runtime.glue_layer(parameter).name!r} where swapping does not see it, such as in a "
+            "functools.partial, slots of an object or the optimizer's groups: use it as the attribute of its module, or keep "
+            "it in a list, dict, tuple or attribute of an object that is one"
+        )
+
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(refuse)
+    return handle
 
 
 def gradient_in_step(stand_in: StandIn) -> Tensor | None:
@@ -113,6 +129,14 @@ def changed_in_step(stand_in: StandIn) -> str:
         "(self.automatic_optimization = False), where the training_step may. Where the first call alone sets it, run the "
         "model once before the fit; where a module has it beside those that the step trains, as an average of these, make "
         "layers of smaller modules with HarmonyStrategy(layers=...)"
+    )
+
+
+def made_into_parameter(stand_in: StandIn) -> str:
+    """A message: the step makes a parameter of another one, on the same memory."""
+    return (
+        f"the step makes an nn.Parameter in the memory of parameter {_name(stand_in)!r}, which is swapped: make it of a copy, "
+        "weight.detach().clone(), or before the fit"
     )
 
 

@@ -83,6 +83,11 @@ def is_replaced(place: Place) -> bool:
     return entries.get(place.key) is not place.parameter
 
 
+def is_trained(place: Place) -> bool:
+    """Whether gradients come to the parameter itself."""
+    return place.parameter.requires_grad and place.parameter.is_leaf
+
+
 def places_of(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Place]:
     """Every place below a module that holds one of ``parameters``: registered, or referred to by an attribute."""
     wanted = {id(parameter) for parameter in parameters}

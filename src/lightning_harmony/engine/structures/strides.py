@@ -147,5 +147,10 @@ def _same_places(compact: Tensor, stride: tuple[int, ...]) -> bool:
 
 
 def one_element(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of a shape that holds one element, NaN: so results of code that gets past its stand-in are seen to be wrong."""
-    return torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(shape)
+    """A tensor of a shape that holds one element, NaN: so results of code that gets past its stand-in are seen to be wrong.
+
+    Code that asks for its address, such as `torch.utils.dlpack.to_dlpack` and kernels of extensions, fails.
+    """
+    element = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    torch._C._set_throw_on_mutable_data_ptr(element)
+    return element.expand(shape)
