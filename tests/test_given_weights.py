@@ -139,6 +139,13 @@ def test_a_layer_may_be_called_with_other_weights(net: type[Chain], num_microbat
     )
 
 
+class CallsForwardsOfCopies(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        copied = copy.copy(self.blocks[0].linear)
+        copied._parameters = {name: 1.01 * weight for name, weight in copied._parameters.items()}
+        return super().forward(x) + super().forward(copied.forward(x))
+
+
 class CopiesDerived(nn.Module):
     """The older weight_norm computes the weight of a copy from what the copy has."""
 
@@ -153,7 +160,11 @@ class CopiesDerived(nn.Module):
         return out.pow(2).mean()
 
 
-@pytest.mark.parametrize("net", [lambda: CopiesLayers(Block), CopiesDerived], ids=["modules", "derived weights"])
+@pytest.mark.parametrize(
+    "net",
+    [lambda: CopiesLayers(Block), lambda: CallsForwardsOfCopies(Block), CopiesDerived],
+    ids=["modules", "forwards", "derived weights"],
+)
 @pytest.mark.parametrize(("num_microbatches", "devices"), [(1, 1), (4, 1), (2, 2)])
 def test_a_copy_of_a_layer_computes_with_its_own_weights(
     net: Callable[[], nn.Module], num_microbatches: int, devices: int

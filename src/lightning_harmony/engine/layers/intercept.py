@@ -15,6 +15,7 @@ from lightning_harmony.engine.glue.one_device import BringsHostOperands
 from lightning_harmony.engine.lanes.lane import AnyLane, Lane, this_thread
 from lightning_harmony.engine.layers.layer_call import LayerCall, OwnForward
 from lightning_harmony.engine.layers.runtime import Runtime
+from lightning_harmony.engine.layers.shallow_copies import ShallowCopies
 from lightning_harmony.engine.model.compiled import compiled_whole, is_compiled
 from lightning_harmony.engine.model.derived import derives_weights
 from lightning_harmony.engine.model.layer import SwappedLayer, layer_of_caller
@@ -62,9 +63,12 @@ class InterceptedForward:
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
         self._is_removed = False
         setattr(module, self._attribute, self)
+        _copies.begin(module)
 
     def remove(self) -> None:
         """Give the module its own forward back, unless the user has put another one there since, which may call this one."""
+        if not self._is_removed:
+            _copies.end(self._module)
         self._is_removed = True
         if vars(self._module).get(self._attribute) is not self:
             return
@@ -154,6 +158,9 @@ class InterceptedForward:
         if self.own is not None:
             raise TypeError(f"layer {self.layer.name} cannot be pickled while it trains")
         return _bound_forward, (self._module,)
+
+
+_copies = ShallowCopies(InterceptedForward)
 
 
 def _called_module() -> nn.Module | None:
