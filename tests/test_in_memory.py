@@ -436,6 +436,17 @@ def test_a_first_batch_that_does_not_fit_is_undone_and_layers_are_swapped(
     assert_equal(plain, harmony)
 
 
+@pytest.mark.cpu
+def test_statistics_of_a_batch_that_does_not_fit_are_no_others() -> None:
+    """The second batch was refused, as if other code had them: it was what had swapped the first one."""
+    module = Model(nn.BatchNorm1d(WIDTH))
+    plain = fit(copy.deepcopy(module), "auto", samples(), BATCH, **NO_CHECK)
+    strategy = HarmonyStrategy(device_memory=lasting_bytes(module) + 1024, num_microbatches=1)
+    harmony = fit(module, strategy, samples(), BATCH, **NO_CHECK)
+    assert strategy.plan is not None
+    assert_equal(plain, harmony)
+
+
 class Roomy(Model):
     """Takes far more room for each sample than for its weights."""
 

@@ -93,7 +93,7 @@ class Swapped:
         self._lasting = LastingObjects()
         self._buffers_before: KeptBatch | None = None
         self._disk = DiskHome(settings.offload_dir)
-        self._findings, self._has_caught_up = Findings(), False
+        self._findings, self._has_seen_buffers = Findings(), False
         # Closes the engine, once: where another set-up is refused, there is none when the Trainer ends.
         self._closing = ExitStack()
         if torch_devices[0].type != "cpu":
@@ -124,14 +124,18 @@ class Swapped:
     def catch_up(self) -> None:
         """Before a step, see to what was changed since the last one: other parameters need another set-up."""
         self._leave_lookout()
-        if not self._has_caught_up and self._torch_devices[0].type == "cpu":
-            # Elsewhere plain Lightning has others in the places of buffers.
-            self._findings.note_seen_buffers()
-        self._has_caught_up = True
+        self._note_seen_buffers()
         if self.engine.is_outdated():
             # A plan that was given is for the model as it was.
             self._set_up_anew(None)
         self.engine.catch_up()
+
+    def _note_seen_buffers(self) -> None:
+        """Before the first step, which may have begun in memory, note which buffers others have, too."""
+        if not self._has_seen_buffers and self._torch_devices[0].type == "cpu":
+            # Elsewhere plain Lightning has others in the places of buffers.
+            self._findings.note_seen_buffers()
+        self._has_seen_buffers = True
 
     def _set_up_anew(self, plan: Plan | None) -> None:
         before = self.engine
@@ -177,6 +181,7 @@ class Swapped:
             kwargs: more of the same.
         """
         self._leave_lookout()
+        self._note_seen_buffers()
         self.signals.hold()
         self._lasting.begin_step()
         is_first = self._module.automatic_optimization and not self.engine.has_succeeded
