@@ -28,6 +28,7 @@ class BufferStandIn(Untold):
     _layer: SwappedLayer
     _key: BufferKey
     _runtime: Runtime
+    _kept: Tensor | None = None
 
     @staticmethod
     def of(
@@ -60,17 +61,26 @@ class BufferStandIn(Untold):
         name = getattr(func, "__name__", "")
         if changes_first(name) or name == "__set__":
             args = (
-                *tree_map_only(BufferStandIn, lambda each: each._layer.buffer_to_change(each._key), args[:1]),
+                *tree_map_only(BufferStandIn, lambda each: each.content(to_change=True), args[:1]),
                 *args[1:],
             )
         stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, BufferStandIn)]
-        args, kwargs = tree_map_only(
-            BufferStandIn, lambda each: each._runtime.read_buffer(each._layer, each._key), (args, kwargs)
-        )
+        args, kwargs = tree_map_only(BufferStandIn, lambda each: each.content(to_change=False), (args, kwargs))
         return stand_ins[0]._runtime.on_one_device(func, args, kwargs) if stand_ins else func(*args, **kwargs)
+
+    def keep(self, content: Tensor) -> None:
+        """The layer has another tensor from now on, and another stand-in: this one is for what the layer had before."""
+        self._kept = content
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is for what its layer has no longer."""
+        return self._kept is not None
 
     @override
     def content(self, *, to_change: bool) -> Tensor:
+        if self._kept is not None:
+            return self._kept
         if to_change:
             return self._layer.buffer_to_change(self._key)
         return self._runtime.read_buffer(self._layer, self._key)

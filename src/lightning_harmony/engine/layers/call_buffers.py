@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from lightning_harmony.engine.layers.saved_tensors import Saves
-from lightning_harmony.engine.model.layer import BufferKey, ParameterKey, SwappedLayer, buffer_of
+from lightning_harmony.engine.model.layer import BufferKey, ParameterKey, SwappedLayer, buffer_of, host_buffer
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.memory_users import ALONE, memory_of, num_holders, num_users, with_others
 from lightning_harmony.engine.structures.parts import are_equal, parts_of
@@ -148,11 +149,18 @@ class CallBuffers:
         left: Mapping[BufferKey, Tensor | None],
         saves: Saves,
     ) -> None:
-        """Refuse to change in place what others have, or have tensors in the memory of."""
+        """Refuse to change in place what others have, or have tensors in the memory of, and to replace it.
+
+        What takes its place is written to the memory that the host has of it.
+        """
         layer = self._layer
         for key in changed:
             if self.bound[key] is not left[key] and self.bound[key]._version == self._versions[key]:
-                # Replaced.
+                host = host_buffer(key)
+                if key in layer.seen_buffers or (type(host) is Tensor and _has_other_users(host, saves)):
+                    raise layer.seen_change(key)
+                if not isinstance(key, ParameterKey):
+                    self._leave_to_others(key)
                 continue
             layer.refilled_buffers.add(key)
             if key not in self._apart or type(self.bound[key]) is not Tensor or isinstance(key, ParameterKey):
@@ -165,6 +173,13 @@ class CallBuffers:
                 places.append(buffer_of(key))
             if is_seen or any(_has_other_users(each, saves) for each in places):
                 raise layer.seen_change(key)
+
+    def _leave_to_others(self, key: BufferKey) -> None:
+        """A buffer was replaced: code of the step that has what stands in for it has what the call has found there."""
+        # The module has it, and the model.
+        if num_holders(key[0]._buffers, key[1]) > 2 and hasattr(key[0]._buffers[key[1]], "host_buffer"):
+            shown: Any = key[0]._buffers[key[1]]
+            shown.keep(copied(self.bound[key]))
 
     def _refuse_deleted(self, left: Mapping[BufferKey, Tensor | None]) -> None:
         for (_, name), tensor in left.items():

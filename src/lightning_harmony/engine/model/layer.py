@@ -285,9 +285,11 @@ class SwappedLayer:
         return UnswappableBufferError(does, f"calls for other microbatches would not find that: {way_out}", *key)
 
     def seen_change(self, key: BufferKey) -> UnswappableBufferError:
-        """What is raised where it changes a buffer in place that others have, or have tensors in the memory of."""
-        does = f"layer {self.name!r} changes its buffer {key[1]!r} in place, which other code has, too"
-        return UnswappableBufferError(does, "what that has would not change with it: let it have buffer.clone()", *key)
+        """What is raised where it changes or replaces a buffer that others have, or have tensors in the memory of."""
+        does = f"layer {self.name!r} changes its buffer {key[1]!r}, which other code has, too"
+        return UnswappableBufferError(
+            does, "what that has would not change as it does: let it have buffer.clone()", *key
+        )
 
     def is_given_weights(self) -> bool:
         """Whether other tensors take the place of its parameters, as `torch.func.functional_call` puts them there."""

@@ -180,7 +180,7 @@ class SwappedModel:
                 continue
             host, known = host_buffer(key), self._shown_buffers.get(key)
             assert host is not None
-            if known is None or (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+            if known is None or known.is_kept or (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
                 with torch.inference_mode(False):
                     known = BufferStandIn.of(host, tensor, self._root, layer, key, runtime)
                 self._shown_buffers[key] = known
