@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
@@ -25,7 +25,8 @@ from support.chains import (
     build,
     samples,
 )
-from support.same_training import Net, Training, compare, room, root, train_harmony, train_plain
+from support.nets import WIDTH
+from support.same_training import Net, Training, assert_same_training, compare, room, root, train_harmony, train_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -81,3 +82,33 @@ def test_what_goes_to_another_device_waits_for_its_own_microbatch_alone(
     # In the last step, from each of five blocks to the next, and back.
     crossings = 2 * 4 * MICROBATCHES
     assert sum(waits[-crossings:]) >= crossings - MICROBATCHES
+
+
+class Attends(nn.Module):
+    """Calls attentions by themselves: torch's code asks whether their keys are their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.attentions = nn.ModuleList(nn.MultiheadAttention(WIDTH, 2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        x = x.transpose(0, 1)
+        for norm, attention in zip(self.norms, self.attentions, strict=True):
+            query = norm(x)
+            x = query + attention(query, x, x, attn_mask=mask)[0]
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_an_input_that_a_layer_is_given_twice_is_one_on_another_device(num_microbatches: int) -> None:
+    """It was two in the forward, and one when the layer ran again: refused, as if it depended on something else."""
+    torch.manual_seed(0)
+    assert_same_training(
+        Net(Attends()),
+        torch.randn(24, 5, WIDTH),
+        layers=[nn.LayerNorm, nn.MultiheadAttention],
+        num_microbatches=num_microbatches,
+        devices=2,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -96,7 +97,11 @@ class OneDevice(TorchFunctionMode):
                     self._lane.note_data(tensor)
         homes = [self._home(tensor) for tensor in tensors]
         target = self._target(_changed(func, args, kwargs), tensors, homes)
-        args, kwargs, originals = self._brought(args, kwargs, tensors, homes, target, state := state_for(name))
+        # Python code may ask whether two tensors are one. Of an operation, each use brings its own gradient back.
+        whole = isinstance(func, FunctionType)
+        args, kwargs, originals = self._brought(
+            args, kwargs, tensors, homes, target, state := state_for(name), whole=whole
+        )
         if is_transformed:
             self._note_uses(map(unwrapped, tensors))
             return func(*args, **kwargs)
@@ -156,19 +161,36 @@ class OneDevice(TorchFunctionMode):
         homes: Sequence[int | None],
         target: int,
         state: Callable[[Tensor], Any],
+        *,
+        whole: bool,
     ) -> tuple[Any, Any, Mapping[int, tuple[Tensor, Tensor, Any]]]:
-        """The operands on a device; by the identities of copies among them, each with what it is of, and its state."""
+        """The operands on a device; by the identities of copies among them, each with what it is of, and its state.
+
+        Args:
+            args: the operands.
+            kwargs: more of them.
+            tensors: those that are tensors.
+            homes: where these are.
+            target: the number of the device.
+            state: what tells whether one was changed.
+            whole: whether one operand that is given twice stays one.
+        """
         originals: dict[int, tuple[Tensor, Tensor, Any]] = {}
+        once: dict[int, Tensor] = {}
 
         away = {id(tensor) for tensor, home in zip(tensors, homes, strict=True) if home is not None and home != target}
 
         def brought(tensor: Tensor) -> Tensor:
             if id(tensor) not in away:
                 return tensor
+            if id(tensor) in once:
+                return once[id(tensor)]
             # Out of sight of transforms: it is a constant to them.
             with temporarily_clear_interpreter_stack():
                 moved = in_place_of(self._lane.moved(tensor, target), tensor)
             originals[id(moved)] = moved, tensor, state(moved)
+            if whole:
+                once[id(tensor)] = moved
             return moved
 
         if away:
