@@ -14,13 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
+from lightning_harmony import HarmonyStrategy
 from lightning_harmony.held.places import Places
 from lightning_harmony.held.walk import Other
 from lightning_harmony.microbatches.lane_attributes import KnownChanges, LaneAttributes
 from support import nets
-from support.same_training import Net, assert_same_training
+from support.same_training import Net, assert_same_training, room, trainer_for
 from support.sampling import combined
 from support.stateful import ReadsWhatLayersSet, SetsWhatLayersRead, samples
 
@@ -562,6 +564,38 @@ def test_in_the_end_all_is_as_if_one_microbatch_had_run_after_the_other() -> Non
     assert [int(each) for each in module.all] == [0, 10, 20, 11, 21]
     assert {name: int(each) for name, each in module.by_name.items()} == {"x": 1, "n": 4}
     assert module.total.compute() == 4
+
+
+class AsDeepAsItsSamplesSay(Blocks):
+    """A microbatch that calls fewer layers comes to its end first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = list[Tensor]()
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        for block in self.blocks[: 4 if x[0, 0] > 0 else 1]:
+            x = block(x)
+        self.means.append(x.detach().mean())
+        return F.mse_loss(x, y)
+
+
+def test_a_list_has_what_microbatches_add_at_their_ends_in_their_order() -> None:
+    """It had it in the order in which they came to their ends."""
+    signs = torch.tensor([1.0, -1.0]).repeat_interleave(4).repeat(4)
+    data = [(sign * x.abs(), y) for sign, (x, y) in zip(signs, samples() * 3, strict=False)]
+
+    def means(strategy: Any, size: int, accumulated: int) -> Tensor:
+        torch.manual_seed(0)
+        net = AsDeepAsItsSamplesSay()
+        trainer = trainer_for(strategy, 4, [], accumulate_grad_batches=accumulated)
+        trainer.fit(Net(net), DataLoader(data, batch_size=size))
+        return torch.stack(net.means).cpu()
+
+    plain = means("auto", 4, 2)
+    assert len(plain) == 8
+    assert torch.equal(plain, means(HarmonyStrategy(num_microbatches=2, device_memory=room("48KiB")), 8, 1))
 
 
 def test_what_is_changed_beside_the_model_is_named_as_code_names_it() -> None:

@@ -252,12 +252,17 @@ class StaleReads:
         self._readers.note(given)
 
     def early(self) -> str | None:
-        """What is known to be changed behind the last layer alone, and was changed before; None if nothing was."""
+        """What is known to be changed behind the last layer alone, and was changed before, or by a later microbatch first.
+
+        Microbatches that call other numbers of layers come to their ends in another order. None if nothing was.
+        """
         self.leave()
         for place in self._places:
             harmless = self._known.harmless.get(place.held.name, ())
             is_harmless = not place.is_buffer and (place.name in harmless or ALL in harmless)
-            if is_harmless and any(turn != self._last_turn[m] for m, turn in place.written_in.items()):
+            turns = [turn for _, turn in sorted(place.written_in.items())]
+            is_early = any(turn != self._last_turn[m] for m, turn in place.written_in.items())
+            if is_harmless and (is_early or turns != sorted(turns)):
                 return in_words(place.held, place.name)
         return None
 
