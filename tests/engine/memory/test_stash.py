@@ -367,6 +367,15 @@ class TestWhatSeveralLayersTake:
         assert torch.equal(loaded, tensor)
         assert loaded.stride() == tensor.stride()
 
+    def test_stays_on_the_host_alone_where_the_device_has_no_room(self, lane: LaneStash) -> None:
+        device = self.stash.device
+        assert device.capacity_bytes is not None
+        filled = device.scratch(device.capacity_bytes - device.allocated_bytes() - 64)
+        stashed = self.taken_twice(lane, torch.arange(32.0))
+        del filled
+        assert torch.equal(stashed.read(), torch.arange(32.0))
+        assert self.stash.traffic.swapped_in["stash"] == 128
+
     def test_takes_no_more_of_the_device_than_plans_leave(self, lane: LaneStash) -> None:
         # A 256th of the device has room for seven of these.
         several = [self.taken_twice(lane, torch.full((36,), float(number))) for number in range(8)]

@@ -192,7 +192,9 @@ class Stash:
 
     def may_share(self, shared: HostCopy, num_bytes: int) -> bool:
         """Whether a tensor of so many bytes may stay on the device as well, which several layers take. It is counted then."""
-        may_stay = sum(self._shared.values()) + num_bytes <= self.device.shared_stash_bytes
+        is_within = sum(self._shared.values()) + num_bytes <= self.device.shared_stash_bytes
+        # Plans leave room for it, but what they predict may be wrong.
+        may_stay = is_within and self.device.room_for(num_bytes)
         if may_stay:
             self._shared[shared] = num_bytes
         return may_stay
