@@ -325,6 +325,7 @@ class TestWhatSeveralLayersTake:
     @pytest.fixture
     def lane(self) -> Iterator[LaneStash]:
         device = VirtualDevice(256 * 1024)
+        device.computes_apart = True
         self.stash = make_stash(device)
         yield LaneStash(self.stash)
         self.stash.clear()

@@ -14,14 +14,13 @@ from torch import Tensor
 from lightning_harmony.engine.devices.leaving import Leaving
 from lightning_harmony.engine.devices.recording import Recording, RecordingError, Work
 from lightning_harmony.engine.devices.stream import Event, Moment, Stream
+from lightning_harmony.plan.values.machine import SHARED_STASH_PART
 from lightning_harmony.plan.values.task import STREAM_OF, Errand, Task
 
 # One for all: nothing is to be made in each turn.
 NO_CONTEXT = nullcontext()
 # To copy so much on the host takes less than to wake the thread that copies: 10 microseconds instead of 50.
 BRIEFLY_COPIED_BYTES = 64 * 1024
-# Of a device, one part for tensors of the stash that several layers take.
-_SHARED_PART = 256
 
 
 class Recorder(Protocol):
@@ -303,9 +302,9 @@ class Device(ABC):
     def shared_stash_bytes(self) -> int:
         """How much of the stash may stay here: tensors that several layers take, such as the positions of tokens.
 
-        To bring them back for each layer takes the bus little, and the host as long as large ones.
+        To bring them back for each layer takes the bus of a GPU little, and the host as long as large ones.
         """
-        return (self.capacity_bytes or 0) // _SHARED_PART
+        return (self.capacity_bytes or 0) // SHARED_STASH_PART if self.computes_apart else 0
 
     def occupied_bytes(self) -> int:
         """What is allocated now, but for what updates will have used up."""

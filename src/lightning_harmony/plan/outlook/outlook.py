@@ -19,7 +19,7 @@ from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.values.cost import Cost, pack_cost
 from lightning_harmony.plan.values.host_need import HostNeed, bytes_beside_state
 from lightning_harmony.plan.values.line import on_line
-from lightning_harmony.plan.values.machine import Machine
+from lightning_harmony.plan.values.machine import SHARED_STASH_PART, Machine
 from lightning_harmony.plan.values.plan import Plan, Predicted, visits_of
 from lightning_harmony.plan.values.prediction import Prediction
 from lightning_harmony.plan.values.profile import DeviceLimits
@@ -39,7 +39,7 @@ class Need:
         state_bytes: its weights, and in the backward its gradients.
         work_bytes: what the microbatch that runs has on the device.
         live_bytes: what the other microbatches have there meanwhile.
-        other_bytes: buffers of no layer, the batch, and what libraries take.
+        other_bytes: buffers of no layer, the batch, what libraries take, and what is left to tensors that several layers take.
     """
 
     name: str
@@ -211,6 +211,7 @@ class StepAhead:
 
     def _limits(self) -> DeviceLimits:
         machine = self.machine
+        shared = (self.capacity_bytes or 0) // SHARED_STASH_PART if machine.computes_apart else 0
         return DeviceLimits(
             self.capacity_bytes,
             swap_in_bytes_per_second=machine.swap_in_bytes_per_second,
@@ -220,7 +221,7 @@ class StepAhead:
             updates_in_place=machine.computes_apart and not self.is_deferred,
             state_may_stay=machine.computes_apart and not self.is_deferred,
             pools_apart=machine.computes_apart,
-            occupied_bytes=self._other_bytes,
+            occupied_bytes=self._other_bytes + shared,
         )
 
     # ---- its course ----------------------------------------------------------------------------------------------------
@@ -292,7 +293,9 @@ class StepAhead:
                 num_calls = max(layers[index].num_calls for index in called)
                 cost = pack_cost([layers[index].cost for index in pack])
                 needs += self._needs(cost, num_calls, most, max(waiting[index] for index in called))
-        return max(needs, key=lambda need: need.num_bytes)
+        need = max(needs, key=lambda need: need.num_bytes)
+        shared = need.num_bytes // (SHARED_STASH_PART - 1) if self.machine.computes_apart else 0
+        return replace(need, other_bytes=need.other_bytes + shared)
 
     def _needs(self, cost: Cost, num_calls: int, held: Held, waiting_bytes: int) -> list[Need]:
         """Forward, and backward with a sum of gradients for each call."""

@@ -53,6 +53,8 @@ class Machine:
         return json.dumps(asdict(self), indent=2)
 
 
+# Of a GPU, one part is left to tensors of the stash that several layers take.
+SHARED_STASH_PART = 256
 # Of an H200, cuBLAS takes 64 MiB for a thread, and torch 32 MiB.
 THREAD_BYTES = 96 * 2**20
 
