@@ -132,6 +132,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("nightly"):
                 left_out.add(item)
+            elif item.get_closest_marker("whole"):
+                pass
             elif item not in left_out and (item.path.parent == of_trainings or item.get_closest_marker("sampled")):
                 tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
         for cases in tests.values():
