@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_harmony.engine.devices.leaving import Leaving
 from lightning_harmony.engine.devices.recording import Recording, RecordingError, Work
 from lightning_harmony.engine.devices.stream import Event, Moment, Stream
-from lightning_harmony.plan.values.machine import SHARED_STASH_PART
+from lightning_harmony.plan.values.machine import shared_stash_bytes
 from lightning_harmony.plan.values.task import STREAM_OF, Errand, Task
 
 # One for all: nothing is to be made in each turn.
@@ -304,7 +304,7 @@ class Device(ABC):
 
         To bring them back for each layer takes the bus of a GPU little, and the host as long as large ones.
         """
-        return (self.capacity_bytes or 0) // SHARED_STASH_PART if self.computes_apart else 0
+        return shared_stash_bytes(self.capacity_bytes, computes_apart=self.computes_apart)
 
     def occupied_bytes(self) -> int:
         """What is allocated now, but for what updates will have used up."""

@@ -19,7 +19,7 @@ from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.values.cost import Cost, pack_cost
 from lightning_harmony.plan.values.host_need import HostNeed, bytes_beside_state
 from lightning_harmony.plan.values.line import on_line
-from lightning_harmony.plan.values.machine import SHARED_STASH_PART, Machine
+from lightning_harmony.plan.values.machine import Machine, shared_stash_bytes, with_shared_stash
 from lightning_harmony.plan.values.plan import Plan, Predicted, visits_of
 from lightning_harmony.plan.values.prediction import Prediction
 from lightning_harmony.plan.values.profile import DeviceLimits
@@ -211,7 +211,7 @@ class StepAhead:
 
     def _limits(self) -> DeviceLimits:
         machine = self.machine
-        shared = (self.capacity_bytes or 0) // SHARED_STASH_PART if machine.computes_apart else 0
+        shared = shared_stash_bytes(self.capacity_bytes, computes_apart=machine.computes_apart)
         return DeviceLimits(
             self.capacity_bytes,
             swap_in_bytes_per_second=machine.swap_in_bytes_per_second,
@@ -294,8 +294,8 @@ class StepAhead:
                 cost = pack_cost([layers[index].cost for index in pack])
                 needs += self._needs(cost, num_calls, most, max(waiting[index] for index in called))
         need = max(needs, key=lambda need: need.num_bytes)
-        shared = need.num_bytes // (SHARED_STASH_PART - 1) if self.machine.computes_apart else 0
-        return replace(need, other_bytes=need.other_bytes + shared)
+        whole = with_shared_stash(need.num_bytes, computes_apart=self.machine.computes_apart)
+        return replace(need, other_bytes=need.other_bytes + whole - need.num_bytes)
 
     def _needs(self, cost: Cost, num_calls: int, held: Held, waiting_bytes: int) -> list[Need]:
         """Forward, and backward with a sum of gradients for each call."""

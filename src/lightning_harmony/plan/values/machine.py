@@ -54,7 +54,7 @@ class Machine:
 
 
 # Of a GPU, one part is left to tensors of the stash that several layers take.
-SHARED_STASH_PART = 256
+_SHARED_STASH_PART = 256
 # Of an H200, cuBLAS takes 64 MiB for a thread, and torch 32 MiB.
 THREAD_BYTES = 96 * 2**20
 
@@ -170,3 +170,18 @@ def read_machine(text: str) -> Machine:
     if not machine.flops_per_second:
         raise ValueError(f'{text} does not describe a machine: flops_per_second is empty; give {{"float32": 1e12}}')
     return machine
+
+
+def shared_stash_bytes(capacity_bytes: int | None, *, computes_apart: bool) -> int:
+    """What is left of a device to tensors of the stash that several layers take: on a GPU alone.
+
+    Args:
+        capacity_bytes: of the device; None for no limit.
+        computes_apart: whether it is a GPU.
+    """
+    return (capacity_bytes or 0) // _SHARED_STASH_PART if computes_apart else 0
+
+
+def with_shared_stash(num_bytes: int, *, computes_apart: bool) -> int:
+    """The least capacity of which so many bytes are there beside that."""
+    return num_bytes + num_bytes // (_SHARED_STASH_PART - 1) if computes_apart else num_bytes
