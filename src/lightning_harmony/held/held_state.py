@@ -37,7 +37,7 @@ from lightning_harmony.engine.structures.seekable import (
     is_fixed,
     make_seekable,
 )
-from lightning_harmony.engine.structures.tree import is_swapped
+from lightning_harmony.engine.structures.tree import is_swapped, is_watched
 from lightning_harmony.held.cached_functions import cached_in
 from lightning_harmony.held.variables import EntriesOf, Variables
 
@@ -342,7 +342,7 @@ def _holds_tensors(value: Any) -> bool:
 def version_of(tensor: Tensor) -> int | None:
     """How often a tensor was changed in place; None where that is not counted."""
     kind = type(tensor)
-    if kind is Tensor or getattr(kind, "tells_of_reads", False):
+    if kind is Tensor or is_watched(kind):
         # That is no use of it. To be asked in Python whether it is takes a hundred times as long, in each turn.
         with DisableTorchFunction():
             return None if tensor.is_inference() else tensor._version

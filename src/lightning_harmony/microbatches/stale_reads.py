@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.structures.containers import MISSING, changes_of, num_kept
-from lightning_harmony.engine.structures.tree import tensors_of
+from lightning_harmony.engine.structures.tree import is_watched, tensors_of
 from lightning_harmony.held.held_state import ALL, Held, Kind, version_of
 from lightning_harmony.held.reads import Readers
 from lightning_harmony.microbatches.carried_state import State, are_same
@@ -151,7 +151,7 @@ class _Looks:
     def _look_at(self, place: _Place) -> None:
         value, number = place.held.content.get(place.name, MISSING), place.number
         kind = type(value)
-        if kind is Tensor or getattr(kind, "tells_of_reads", False):
+        if kind is Tensor or is_watched(kind):
             version = version_of(value)
             place.newest = State([value], [version])
             self._tensors[number], self._versions[number] = value, version

@@ -29,7 +29,7 @@ from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.seekable import Seekable, is_fixed, make_seekable
 from lightning_harmony.engine.structures.strides import copied
-from lightning_harmony.engine.structures.tree import is_parameter
+from lightning_harmony.engine.structures.tree import is_parameter, is_watched
 from lightning_harmony.errors import UnsupportedModelError
 
 # What torch itself keeps on every module: hooks, parameters, buffers, submodules.
@@ -277,7 +277,7 @@ def _late_buffers(modules: Sequence[nn.Module], swapped: Sequence[Collection[str
 
 def _asking_nobody(tensor: Tensor) -> AbstractContextManager[object]:
     """The context in which to ask a tensor for what it is, though somebody watches who reads it."""
-    return torch._C.DisableTorchFunctionSubclass() if hasattr(type(tensor), "tells_of_reads") else _NOTHING
+    return torch._C.DisableTorchFunctionSubclass() if is_watched(type(tensor)) else _NOTHING
 
 
 class _Kept:

@@ -93,13 +93,18 @@ def stood_for(value: Any) -> Any:
     return getattr(value, "stands_for", value) if issubclass(type(value), Tensor) else value
 
 
+def is_watched(kind: type) -> bool:
+    """Whether it is watched who reads tensors of a class. To ask one of them in Python, even what it is, takes its time."""
+    return hasattr(kind, "tells_of_reads")
+
+
 def is_parameter(value: Any) -> bool:
     """Whether a value is a parameter, or stands for one, also without gradients.
 
     Its type comes first: other classes may answer `isinstance` themselves, and `nn.Parameter` takes its time to answer.
     """
     kind = type(value)
-    if kind is Tensor or not issubclass(kind, Tensor) or hasattr(kind, "tells_of_reads"):
+    if kind is Tensor or not issubclass(kind, Tensor) or is_watched(kind):
         return False
     return hasattr(kind, "stands_for") or isinstance(value, nn.Parameter)
 
