@@ -39,6 +39,10 @@ class Stashed(ABC):
     def settle(self) -> None:
         """From here on, the tensor may be changed in place, or freed."""
 
+    def share(self, tensor: Tensor) -> None:
+        """Another layer takes the tensor, too: nothing to do for one that is on the device."""
+        return
+
 
 class Alias(Stashed):
     """A tensor that stays where it is.
@@ -97,7 +101,7 @@ class HostCopy(Stashed):
         stash.pending.append((self._stored, tensor, tensor._version, compacted))
 
     def share(self, tensor: Tensor) -> None:
-        """Another layer takes the tensor, too: have a copy of it on the device, if that may be, for all of their backwards."""
+        """Have a copy of it on the device, if that may be, for the backwards of all of them."""
         if self._shared is None and self._stash.may_share(self, self._buffer.numel()):
             self._shared = copied(detached(tensor))
 
@@ -247,8 +251,7 @@ class LaneStash:
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             stashed = known[2]()
             if stashed is not None:
-                if isinstance(stashed, HostCopy):
-                    stashed.share(tensor)
+                stashed.share(tensor)
                 return stashed
         stashed = self._stash.put(tensor)
         if stashed is not None:

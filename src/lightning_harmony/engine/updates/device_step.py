@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -149,13 +148,12 @@ def make_step(
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Start to copy to the first of each pair from the second: plain ones in one call, for other threads run between calls."""
-    plain = list(filter(_are_plain, pairs))
-    if plain:
-        destinations, sources = zip(*plain, strict=True)
-        torch._foreach_copy_(destinations, sources, non_blocking=True)
-    for destination, source in filterfalse(_are_plain, pairs):
-        destination.copy_(source, non_blocking=True)
-
-
-def _are_plain(pair: tuple[Tensor, Tensor]) -> bool:
-    return type(pair[0]) in _PLAIN and type(pair[1]) in _PLAIN
+    plain: tuple[list[Tensor], list[Tensor]] = [], []
+    for destination, source in pairs:
+        if type(destination) in _PLAIN and type(source) in _PLAIN:
+            plain[0].append(destination)
+            plain[1].append(source)
+        else:
+            destination.copy_(source, non_blocking=True)
+    if plain[0]:
+        torch._foreach_copy_(*plain, non_blocking=True)
