@@ -158,6 +158,23 @@ def test_what_has_not_changed_is_copied_once() -> None:
     assert [name for name, is_same in copies if not is_same] == ["numbers"]
 
 
+def test_what_is_put_is_known_until_it_changes() -> None:
+    module = Module()
+    places = Places(module)
+    begun = places.look()
+    helper = next(held for held, _ in begun if held.content is vars(module.helper))
+    helper.put_known({"calls": 1})
+    begun.know([helper])
+    [(held, _, now)] = begun.changed()
+    assert (held, now["calls"]) == (helper, 1)
+    module.helper.calls = 2
+    [(held, _, now)] = begun.changed()
+    assert (held, now["calls"]) == (helper, 2)
+    module.helper.calls = 1
+    [(held, _, now)] = begun.changed()
+    assert (held, now["calls"]) == (helper, 1)
+
+
 NEW: dict[str, tuple[Callable[[Module], Any], str]] = {
     "object": (lambda m: setattr(m, "hidden", SimpleNamespace(calls=0)), "hidden"),
     "list in a list": (lambda m: m.numbers.append([]), "numbers[2]"),

@@ -84,7 +84,7 @@ class Evaluation:
     def _interleaving_of(self, name: str) -> Interleaving:
         return self._interleaving.setdefault(name, Interleaving(self.tree, self.trainer, self.engine))
 
-    def _versions(self) -> list[int]:
+    def _versions(self) -> list[int | None]:
         """How often each parameter was changed in place."""
         return list(map(version_of, self.trainer.lightning_module.parameters()))
 

@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.lanes.lock_wait import LOCKS
 from lightning_harmony.engine.lanes.rng import is_of_lanes
@@ -29,6 +27,7 @@ from lightning_harmony.engine.structures.containers import (
     put_value,
 )
 from lightning_harmony.engine.structures.object_state import Access, restore_of
+from lightning_harmony.engine.structures.operations import version_of, versions_of
 from lightning_harmony.engine.structures.seekable import (
     Position,
     Seekable,
@@ -37,7 +36,7 @@ from lightning_harmony.engine.structures.seekable import (
     is_fixed,
     make_seekable,
 )
-from lightning_harmony.engine.structures.tree import is_swapped, is_watched
+from lightning_harmony.engine.structures.tree import is_swapped
 from lightning_harmony.held.cached_functions import cached_in
 from lightning_harmony.held.variables import EntriesOf, Variables
 
@@ -49,7 +48,6 @@ FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, staticmetho
 _UNMARKED = frozenset((*_PLAIN, *FUNCTIONS, *SWITCHED, tuple, type, torch.dtype, torch.device))
 # In place of a name: all of a list, set or dict.
 ALL = object()
-_VERSION = attrgetter("_version")
 Leads = Callable[[Any, Any], "Iterator[Held]"]
 
 
@@ -92,11 +90,9 @@ class Marks:
         """What is equal as long as none is changed: how often each tensor was, and the marks of the others."""
         return [self.versions(), *map(mark_of, self.others)]
 
-    def versions(self) -> list[int]:
+    def versions(self) -> list[int | None]:
         """How often each of the tensors was changed in place."""
-        # All in one go: lists of thousands are looked at in each turn.
-        with DisableTorchFunction():
-            return list(map(_VERSION, self.tensors))
+        return versions_of(self.tensors)
 
     @classmethod
     def joint(cls, several: Iterable[Marks]) -> Marks:
@@ -337,16 +333,6 @@ def _holds_tensors(value: Any) -> bool:
     if kind is tuple:
         return any(map(_holds_tensors, value))
     return issubclass(kind, Tensor) and not is_swapped(value)
-
-
-def version_of(tensor: Tensor) -> int | None:
-    """How often a tensor was changed in place; None where that is not counted."""
-    kind = type(tensor)
-    if kind is Tensor or is_watched(kind):
-        # That is no use of it. To be asked in Python whether it is takes a hundred times as long, in each turn.
-        with DisableTorchFunction():
-            return None if tensor.is_inference() else tensor._version
-    return None if tensor.is_inference() else tensor._version
 
 
 def mark_of(value: Any) -> Any:

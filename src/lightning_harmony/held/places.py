@@ -13,8 +13,8 @@ from torch import nn
 from lightning_harmony.engine.model.attributes import LONGEST
 from lightning_harmony.engine.structures.containers import (
     MISSING,
+    ChangesOf,
     Unchanged,
-    changes_of,
     copied_content,
     entries_of,
     have_same_content,
@@ -31,20 +31,25 @@ class Together:
 
     Attributes:
         newest: a copy of what was in each when they were looked at last.
+        time: grows with each change.
+        changed_at: by number, when a place that has changed did so last.
     """
 
     def __init__(self, places: Sequence[Held]) -> None:
         self.places = places
+        self.time, self.changed_at = 0, dict[int, int]()
         self.newest = [held.look() for held in places]
         dicts = {number: _dict_of(held) for number, held in enumerate(places)}
-        self._dicts = {number: content for number, content in dicts.items() if content is not None}
+        counted = {number: content for number, content in dicts.items() if content is not None}
+        self._counted = {number: place for place, number in enumerate(counted)}
+        self._numbers_of_counted = list(counted)
+        self._changes = ChangesOf(counted.values())
         self._readers = {
-            number: _reader(held)
-            for number, held in enumerate(places)
-            if number not in self._dicts or _is_ordered(held)
+            number: _reader(held) for number, held in enumerate(places) if number not in counted or _is_ordered(held)
         }
         self._let_go: list[int] = []
-        self._changes, self._read = changes_of(self._dicts.values()), self._read_now()
+        self._numbers: dict[int, int] | None = None
+        self._read = self._read_now()
 
     def _read_now(self) -> list[Any]:
         # With something between two of them: what goes from one to the next is not where it was.
@@ -53,21 +58,34 @@ class Together:
     def look(self) -> list[int]:
         """The numbers of those that have changed since they were looked at last."""
         numbers, self._let_go = set(self._let_go), []
-        changes, read = changes_of(self._dicts.values()), self._read_now()
-        if changes != self._changes:
-            each = zip((*self._dicts, *self._dicts), self._changes, changes, strict=True)
-            numbers.update(number for number, then, now in each if then != now)
+        numbers.update(map(self._numbers_of_counted.__getitem__, self._changes.again()))
+        read = self._read_now()
         if not have_same_content(read, self._read):
             numbers.update(self._readers)
-        self._changes, self._read = changes, read
+        self._read = read
         changed = [number for number in sorted(numbers) if self.places[number].look() is not self.newest[number]]
         if changed:
-            self.newest = list(self.newest)
+            self._note(changed)
             for number in changed:
-                self.newest[number] = self.places[number].newest
                 if number not in self._readers and _is_ordered(self.places[number]):
                     self._readers[number], self._read = _reader(self.places[number]), []
         return changed
+
+    def _note(self, changed: Iterable[int]) -> None:
+        self.newest = list(self.newest)
+        self.time += 1
+        for number in changed:
+            self.newest[number], self.changed_at[number] = self.places[number].newest, self.time
+
+    def know(self, places: Iterable[Held]) -> None:
+        """What was just put in some places is known, as their newest copies tell it."""
+        if self._numbers is None:
+            self._numbers = {id(held): number for number, held in enumerate(self.places)}
+        # What another thread has changed meanwhile would count as known, too.
+        numbers = [self._numbers[id(held)] for held in places if not held.is_of_threads]
+        known = [number for number in numbers if number in self._counted and number not in self._readers]
+        self._note(known)
+        self._changes.know([self._counted[number] for number in known])
 
     def copies(self) -> list[Any]:
         """A copy of what is in each: the same list as long as nothing has changed."""
@@ -96,17 +114,24 @@ class Contents:
     def __init__(self, together: Together) -> None:
         self._together = together
         self.places = together.places
-        self.copies = together.copies()
+        self.copies, self._time = together.copies(), together.time
 
     def __iter__(self) -> Iterator[tuple[Held, Any]]:
         return zip(self.places, self.copies, strict=True)
+
+    def know(self, places: Iterable[Held]) -> None:
+        """What was just put in some places is known, and no change to look at."""
+        self._together.know(places)
 
     def changed(self) -> list[tuple[Held, Any, Any]]:
         """The places that have changed since, with copies of then and now."""
         now = self._together.copies()
         if now is self.copies:
             return []
-        return [each for each in zip(self.places, self.copies, now, strict=True) if each[1] is not each[2]]
+        # Most never change, and to look at them takes long enough.
+        later = sorted(number for number, time in self._together.changed_at.items() if time > self._time)
+        each = ((self.places[number], self.copies[number], now[number]) for number in later)
+        return [(held, then, newest) for held, then, newest in each if then is not newest]
 
 
 def _dict_of(held: Held) -> dict[Any, Any] | None:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_harmony.engine.structures.containers import MISSING
+from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.engine.structures.tree import tensors_of
 from lightning_harmony.held.files import by_identity
-from lightning_harmony.held.held_state import ALL, SWITCHED, Held, version_of
+from lightning_harmony.held.held_state import ALL, SWITCHED, Held
 from lightning_harmony.held.variables import StandIn
 
 # They write a tensor, or ask what it is, and compute nothing with what it holds.

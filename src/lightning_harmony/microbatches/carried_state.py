@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.containers import MISSING
+from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.engine.structures.tree import is_swapped, tensors_of
 from lightning_harmony.held.equal_objects import COMPARED, are_equal_objects
-from lightning_harmony.held.held_state import ALL, Held, Kind, version_of
+from lightning_harmony.held.held_state import ALL, Held, Kind
 from lightning_harmony.held.reads import Readers, Watched
 from lightning_harmony.held.walk import modules_of
 

@@ -31,12 +31,13 @@ from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.object_state import attributes_of
+from lightning_harmony.engine.structures.operations import version_of
 from lightning_harmony.engine.structures.packages import LIGHTNING
 from lightning_harmony.engine.structures.tree import is_swapped
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.held.cached_functions import Cached, filling_of
 from lightning_harmony.held.files import is_users
-from lightning_harmony.held.held_state import FUNCTIONS, Held, is_plain, mark_of, version_of
+from lightning_harmony.held.held_state import FUNCTIONS, Held, is_plain, mark_of
 from lightning_harmony.held.reads import Watched
 from lightning_harmony.held.variables import slots_of
 from lightning_harmony.held.walk import is_looked_into

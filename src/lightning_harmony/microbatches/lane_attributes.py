@@ -92,11 +92,14 @@ class _Space:
         # Whether nothing is in what is put that may come and go.
         self._has_leaves_alone = True
 
-    def switch(self, before: int | None, now: int) -> None:
+    def switch(self, before: int | None, now: int) -> bool:
         """A microbatch has its turn behind another: note what that has changed, and put what the one is to find.
 
         That is all that it has changed itself, as it has left it, and counters as they are in its turn. The place was looked
         at just now.
+
+        Returns:
+            Whether something was put.
         """
         if before is not None:
             self.leave(before)
@@ -108,7 +111,9 @@ class _Space:
             values = _Values.of(({} if before is None else self._taken_back(before), self._found(now)))
             if self._has_leaves_alone:
                 self._moves[before, now] = values
+        newest = self.held.newest
         self._put(values)
+        return self.held.newest is not newest
 
     def leave(self, microbatch: int) -> None:
         """Note what a microbatch has changed in its turn. The place was looked at just now."""
@@ -364,8 +369,9 @@ class LaneAttributes:
         if microbatch == self._current:
             return
         self._look()
-        for space in self._watched:
-            space.switch(self._current, microbatch)
+        put = [space.held for space in self._watched if space.switch(self._current, microbatch)]
+        if put:
+            self._begun.know(put)
         self._current = microbatch
         self._ran.add(microbatch)
 

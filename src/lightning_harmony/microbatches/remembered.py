@@ -126,7 +126,7 @@ class KeptBatch(Remembered):
         super().__init__()
         self._copies, self._watches = copies, watches
         self._checksums: list[tuple[Tensor, Tensor]] = []
-        self._versions: list[tuple[Tensor, int]] = []
+        self._versions: list[tuple[Tensor, int | None]] = []
         self.add(given)
 
     def has_changed(self) -> bool:

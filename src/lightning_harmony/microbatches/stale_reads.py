@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._C import DisableTorchFunction
 
-from lightning_harmony.engine.structures.containers import MISSING, changes_of, num_kept
+from lightning_harmony.engine.structures.containers import MISSING, ChangesOf, num_kept
+from lightning_harmony.engine.structures.operations import version_of, versions_of
 from lightning_harmony.engine.structures.tree import is_watched, tensors_of
-from lightning_harmony.held.held_state import ALL, Held, Kind, version_of
+from lightning_harmony.held.held_state import ALL, Held, Kind
 from lightning_harmony.held.reads import Readers
 from lightning_harmony.microbatches.carried_state import State, are_same
 from lightning_harmony.microbatches.lane_attributes import KnownChanges, in_words
@@ -116,10 +116,9 @@ class _Looks:
             if place.name is not ALL and type(place.held.content) in (dict, defaultdict, OrderedDict):
                 of_dicts[id(place.held.content)].append(place)
         self._of_dicts = list(of_dicts.values())
-        self._dicts: list[dict[Any, Any]] = [each[0].held.content for each in self._of_dicts]
+        self._changes = ChangesOf(each[0].held.content for each in self._of_dicts)
         counted = {place.number for each in self._of_dicts for place in each}
         self._others = [place for place in places if place.number not in counted]
-        self._changes = changes_of(self._dicts)
         # By the numbers of places: tensors that count, and what they have counted.
         self._tensors: dict[int, Tensor] = {}
         self._versions: dict[int, int | None] = {}
@@ -130,18 +129,13 @@ class _Looks:
 
     def again(self) -> list[_Place]:
         """Look; returns the places in which something may be other than the last time."""
-        changes, numbers = changes_of(self._dicts), set(self._uncounted)
-        with DisableTorchFunction():
-            versions = [None if tensor.is_inference() else tensor._version for tensor in self._tensors.values()]
+        numbers = set(self._uncounted)
+        versions = versions_of(self._tensors.values())
         if versions != list(self._versions.values()):
             both = zip(self._versions.items(), versions, strict=True)
             numbers.update(number for (number, then), now in both if then != now)
-        if changes != self._changes:
-            of_each = zip(self._of_dicts * 2, self._changes, changes, strict=True)
-            numbers.update(
-                place.number for each, then, now in of_each if then != now for place in each if place.is_moved()
-            )
-            self._changes = changes
+        changed = map(self._of_dicts.__getitem__, self._changes.again())
+        numbers.update(place.number for each in changed for place in each if place.is_moved())
         for number in numbers:
             self._look_at(self._places[number])
         for place in self._others:

@@ -51,7 +51,7 @@ class _Moment:
         self._undo: list[Callable[[], None]] = []
         # The other tensors, and how often each was changed in place.
         self._same = Marks()
-        self._versions: list[int] = []
+        self._versions: list[int | None] = []
         # The memory of tensors that are what they were when code runs again, by identity.
         self._staying: Collection[int] = ()
 

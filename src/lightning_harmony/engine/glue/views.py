@@ -16,7 +16,7 @@ class Views:
     """Those that a microbatch has been given. They are not kept, but what counts their changes is."""
 
     def __init__(self) -> None:
-        self._counters: list[tuple[Tensor, int, Callable[[], str]]] = []
+        self._counters: list[tuple[Tensor, int | None, Callable[[], str]]] = []
         self._memory: list[tuple[nn.Parameter, StorageWeakRef]] = []
 
     def note(self, view: Tensor, parameter: nn.Parameter, refusal: Callable[[], str]) -> None:

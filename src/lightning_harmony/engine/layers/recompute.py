@@ -238,5 +238,5 @@ def _runs_twice(layer: SwappedLayer, changed: str) -> UnsupportedModelError:
     )
 
 
-def _state(tensor: Tensor) -> tuple[int, int]:
+def _state(tensor: Tensor) -> tuple[int | None, int]:
     return version_of(tensor), tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0

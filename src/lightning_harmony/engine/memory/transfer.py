@@ -125,7 +125,7 @@ class Launched:
     def __init__(self, transfers: Transfers, go_over: Callable[[int], None] = lambda to: None) -> None:
         self.transfers, self._devices, self._go_over = transfers, transfers.devices, go_over
         # By their identities, tensors that the lane has made, with their versions and the turns in which it has.
-        self._made: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        self._made: dict[int, tuple[weakref.ref[Tensor], int | None, int]] = {}
         self._until: dict[int, Event] = {}
         self._sent: dict[int, list[Event]] = {}
         # Where the lane's turn has launched anything, and which turn that is.
@@ -200,7 +200,7 @@ class LaneTransfers:
 
     def __init__(self, launched: Launched) -> None:
         self.launched, self._transfers = launched, launched.transfers
-        self._copies: dict[tuple[int, int], tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
+        self._copies: dict[tuple[int, int], tuple[weakref.ref[Tensor], int | None, Tensor, int | None]] = {}
         # By their identities, what the lane's layers were called with that needs gradients.
         self._inputs: dict[int, _Input] = {}
         # The memory that is changed, if it is, without a version that tells so.
@@ -308,7 +308,9 @@ class _Input(NamedTuple):
     whole: bool
 
 
-def _refuse_changed(original: weakref.ref[Tensor], version: int, copied: Tensor, copied_version: int) -> None:
+def _refuse_changed(
+    original: weakref.ref[Tensor], version: int | None, copied: Tensor, copied_version: int | None
+) -> None:
     tensor = original()
     if tensor is not None and version_of(tensor) == version and version_of(copied) != copied_version:
         raise UnsupportedModelError(

@@ -168,7 +168,7 @@ class SwappedLayer:
         self.first_inputs: list[tuple[Tensor, int]] = []
         self.is_training = self.is_in_graph = self.reaches_elsewhere = self.shares_inputs = False
         self.changed_buffers: set[BufferKey] = set()
-        self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
+        self.host_buffers: dict[BufferKey, tuple[Tensor, int | None]] = {}
         self.changes_by_others = Counter[BufferKey]()
         self.differentiates = self.keeps_on_contexts = False
         self.num_changes = 0

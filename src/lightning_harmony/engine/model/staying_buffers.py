@@ -33,7 +33,7 @@ class Content:
 
     tensor: Tensor
     copy: Tensor
-    version: int
+    version: int | None
     checksum: Tensor | None
 
     @classmethod

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.replicas.flat_pieces import FlatPieces
-from lightning_harmony.engine.structures.containers import changes_of, entries_of
+from lightning_harmony.engine.structures.containers import ChangesOf, entries_of
 from lightning_harmony.engine.structures.nested import leaves_of, map_tensors
 from lightning_harmony.engine.structures.strides import spanned_bytes
 
@@ -70,11 +70,11 @@ class _Owner:
 
     def note(self) -> None:
         """What it holds is known."""
-        self._changes = changes_of(self._dicts)
+        self._changes = ChangesOf(self._dicts)
 
     def has_changed(self) -> bool:
         """Whether it may hold something else than is known."""
-        return self._changes != changes_of(self._dicts)
+        return not self._changes.are_none()
 
 
 class Holders:

@@ -65,7 +65,7 @@ class Watched(Runs):
         self.refused: str | None = None
         self._module = module
         self._holders = Holders(module, home)
-        self._seen: dict[Tensor, tuple[int, Tensor]] = {}
+        self._seen: dict[Tensor, tuple[int | None, Tensor]] = {}
 
     @contextmanager
     def step(self, parts: Sequence[Any]) -> Iterator[Sequence[Any]]:
@@ -115,7 +115,7 @@ class Watched(Runs):
         before, self._seen = self._seen, {tensor: (version_of(tensor), checksum(tensor)) for tensor in tensors}
         return [tensor for tensor, seen in before.items() if tensor in self._seen and not self._is_as(tensor, *seen)]
 
-    def _is_as(self, tensor: Tensor, version: int, total: Tensor) -> bool:
+    def _is_as(self, tensor: Tensor, version: int | None, total: Tensor) -> bool:
         # What is written may be what was there, as where a power iteration has converged.
         version_now, total_now = self._seen[tensor]
         return version == version_now and torch.equal(total, total_now)

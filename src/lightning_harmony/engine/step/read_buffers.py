@@ -32,7 +32,7 @@ class _Copy:
 
     layer: SwappedLayer
     host: Tensor
-    version: int
+    version: int | None
     tensor: Tensor
     checksum: Tensor
 

@@ -154,7 +154,7 @@ class SwappedModel:
             is_training: whether it is a training step.
             runtime: reads buffers for the code between layers.
         """
-        host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
+        host_buffers: dict[BufferKey, tuple[Tensor, int | None]] = {}
         self._changed_buffers.clear()
         self._held_before.clear()
         for layer in self.layers:

@@ -6,12 +6,13 @@ methods of the class of Python's own that holds it.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import islice, starmap
-from operator import is_
+from itertools import compress, islice, starmap
+from operator import is_, ne
 from typing import Any
 
 from torch._C._dynamo.guards import dict_version
@@ -86,12 +87,59 @@ def with_others(content: Any, others: Mapping[Any, Any]) -> Any:
     return values
 
 
-def changes_of(dicts: Collection[dict[Any, Any]]) -> list[int]:
-    """What stays equal as long as the same objects have the same names in some dicts.
+class ChangesOf:
+    """Tells which of some dicts have come to hold other objects, or the same ones under other names.
 
-    Torch counts the changes of each, but not that an empty one is filled with all of another one at once: its size tells that.
+    Torch counts the changes of each, but not that an empty one is filled with all of another one at once: of these is asked
+    whether they still are empty, which is soon told, and most of the thousands that a model has are.
+
+    Args:
+        dicts: which count as known now.
     """
-    return [*map(dict_version, dicts), *map(dict.__len__, dicts)]
+
+    def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
+        self._dicts = list(dicts)
+        self._sort({number: dict_version(each) for number, each in enumerate(self._dicts) if dict.__len__(each)})
+
+    def _sort(self, versions: Mapping[int, int]) -> None:
+        """Tell empty ones from those with versions."""
+        self._filled = sorted(versions)
+        self._empty = [number for number in range(len(self._dicts)) if number not in versions]
+        self._filled_ones = list(map(self._dicts.__getitem__, self._filled))
+        self._empty_ones = list(map(self._dicts.__getitem__, self._empty))
+        self._places = {number: place for place, number in enumerate(self._filled)}
+        # Numbers side by side are sooner compared than objects.
+        self._versions = array("q", map(versions.__getitem__, self._filled))
+
+    def are_none(self) -> bool:
+        """Whether none has changed since it was known."""
+        return not any(map(dict.__len__, self._empty_ones)) and self._versions == self._versions_now()
+
+    def _versions_now(self) -> array[int]:
+        return array("q", map(dict_version, self._filled_ones))
+
+    def again(self) -> list[int]:
+        """The numbers of those that have changed since they were known, which they are from now on."""
+        before, self._versions = self._versions, self._versions_now()
+        others = [] if self._versions == before else compress(self._filled, map(ne, self._versions, before))
+        changed = [*compress(self._empty, map(dict.__len__, self._empty_ones)), *others]
+        if changed:
+            self.know(changed)
+        return sorted(changed)
+
+    def know(self, numbers: Sequence[int]) -> None:
+        """What some hold now is known."""
+        versions = {
+            number: dict_version(self._dicts[number]) for number in numbers if dict.__len__(self._dicts[number])
+        }
+        if len(versions) == len(numbers) and versions.keys() <= self._places.keys():
+            for number, version in versions.items():
+                self._versions[self._places[number]] = version
+            return
+        known = dict(zip(self._filled, self._versions, strict=True))
+        for number in numbers:
+            known.pop(number, None)
+        self._sort({**known, **versions})
 
 
 class Unchanged:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.structures.checksum import checksum
+from lightning_harmony.engine.structures.tree import is_watched
 
 Views = TypeVar("Views")
 # What classes have that leave operations to torch.
 NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _EMPTY = torch.empty(0)
+_VERSION = attrgetter("_version")
 # While one exists, its thread's dispatch modes see nothing.
 _Guard: Any = torch._C._DisableTorchDispatch
 # While one exists, its thread's dispatch keys are those of the call that a mode is told of.
@@ -31,9 +35,28 @@ def state_for(name: str) -> Callable[[Tensor], Any]:
     return _bits_of if changes_uncounted(name) else version_of
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; those of inference mode count no versions."""
-    return 0 if tensor.is_inference() else tensor._version
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place; None of one of inference mode, which does not count that."""
+    try:
+        if is_watched(type(tensor)):
+            # That is no use of it. To be asked in Python whether it is takes a hundred times as long, in each turn.
+            with DisableTorchFunction():
+                return tensor._version
+        return tensor._version
+    except RuntimeError:
+        # Sooner than to ask each: other threads may run meanwhile.
+        if not tensor.is_inference():
+            raise
+        return None
+
+
+def versions_of(tensors: Collection[Tensor]) -> list[int | None]:
+    """The same of some plain or watched ones: thousands are looked at in each turn."""
+    try:
+        with DisableTorchFunction():
+            return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return list(map(version_of, tensors))
 
 
 class Versions:
