@@ -89,12 +89,18 @@ def test_what_changes_in_any_turn_is_seen(make: Callable[[], Any], change: Calla
     assert not has_changed(make(), what, lambda kept: None)
 
 
-def test_a_tensor_that_becomes_one_of_inference_is_seen() -> None:
-    def become(kept: Any) -> None:
-        with torch.inference_mode():
-            kept.tensor.data = torch.zeros(2)
+def test_tensors_of_inference_are_looked_at_as_others_are() -> None:
+    """They count no changes, and to ask for these raises."""
 
-    assert has_changed(filled(), "owner.kept", become)
+    def replace(kept: Any) -> None:
+        kept.tensor = torch.zeros(2)
+
+    def of_inference() -> SimpleNamespace:
+        with torch.inference_mode():
+            return SimpleNamespace(tensor=torch.zeros(2), other=torch.ones(2))
+
+    assert has_changed(of_inference(), "owner.kept", replace)
+    assert not has_changed(of_inference(), "owner.kept", lambda kept: None)
 
 
 def test_what_is_as_it_was_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
