@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
 import sys
+import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -15,7 +18,6 @@ from lightning_harmony.engine.glue.one_device import BringsHostOperands
 from lightning_harmony.engine.lanes.lane import AnyLane, Lane, this_thread
 from lightning_harmony.engine.layers.layer_call import LayerCall, OwnForward
 from lightning_harmony.engine.layers.runtime import Runtime
-from lightning_harmony.engine.layers.shallow_copies import ShallowCopies
 from lightning_harmony.engine.model.compiled import compiled_whole, is_compiled
 from lightning_harmony.engine.model.derived import derives_weights
 from lightning_harmony.engine.model.layer import SwappedLayer, layer_of_caller
@@ -160,7 +162,40 @@ class InterceptedForward:
         return _bound_forward, (self._module,)
 
 
-_copies = ShallowCopies(InterceptedForward)
+class _Copies:
+    """Lets `copy.copy` give copies of layers what these had themselves. An intercepted forward knows the original alone.
+
+    A class has its entry in `copyreg.dispatch_table` while the forward of one of its modules is intercepted.
+    """
+
+    def __init__(self) -> None:
+        self._modules = Counter[type]()
+        # Several fits may run, each in a thread of its own.
+        self._lock = threading.Lock()
+
+    def begin(self, module: nn.Module) -> None:
+        """The forward of a module is intercepted."""
+        with self._lock:
+            self._modules[type(module)] += 1
+            copyreg.dispatch_table.setdefault(type(module), self._reduced)
+
+    def end(self, module: nn.Module) -> None:
+        """It is so no longer."""
+        kind = type(module)
+        with self._lock:
+            self._modules[kind] -= 1
+            if self._modules[kind] <= 0 and copyreg.dispatch_table.get(kind) == self._reduced:
+                del copyreg.dispatch_table[kind]
+
+    def _reduced(self, module: nn.Module) -> Any:
+        made, arguments, state, *rest = (*module.__reduce_ex__(4), None)[:5]
+        if isinstance(state, dict):
+            own = {name: value.own if isinstance(value, InterceptedForward) else value for name, value in state.items()}
+            state = {name: value for name, value in own.items() if value is not None or state[name] is None}
+        return made, arguments, state, *rest
+
+
+_copies = _Copies()
 
 
 def _called_module() -> nn.Module | None:
