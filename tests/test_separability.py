@@ -103,6 +103,13 @@ def test_a_loss_that_is_no_mean_over_samples_is_named_once_with_the_difference_a
     assert "loss_reduction='mean'" in message
 
 
+@pytest.mark.in_memory
+def test_the_loss_of_a_model_in_memory_is_checked_too() -> None:
+    torch.manual_seed(0)
+    (message,) = said(Contrastive())
+    assert "the loss of 4 samples is" in message
+
+
 def test_a_loss_that_is_a_sum_over_samples_is_told_from_others() -> None:
     (message,) = said(Summed())
     assert "loss_reduction='sum'" in message
