@@ -556,6 +556,53 @@ def test_a_copy_of_a_layer_may_be_scripted_between_steps() -> None:
     assert_same(plainly(), fit_harmony(Model(), callbacks=[Exporting()]))
 
 
+class CopiesItself(nn.Module):
+    """Has its attributes copied and pickled by its own code, as modules of torch.fx do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+        memo[id(self)] = copied = _with_attributes({})
+        copied.__dict__ = copy.deepcopy(vars(self), memo)
+        return copied
+
+    def __reduce__(self) -> Any:
+        return _with_attributes, (vars(self),)
+
+
+def _with_attributes(attributes: dict[str, Any]) -> CopiesItself:
+    made = CopiesItself.__new__(CopiesItself)
+    made.__dict__ = attributes
+    return made
+
+
+@pytest.mark.cpu
+def test_a_layer_may_be_copied_and_pickled_by_its_own_code() -> None:
+    """The copies have a forward that computes with their weights, and not that of the layer."""
+
+    def model() -> Model:
+        module = Model()
+        module.net.blocks[0] = CopiesItself(module.net.blocks[0])
+        return module
+
+    class Copying(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            layer, rows = module.net.blocks[0], torch.ones(1, nets.WIDTH)
+            assert "forward" in vars(layer)
+            for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+                assert torch.equal(copied(rows), layer(rows))
+                for parameter in copied.parameters():
+                    parameter.data.mul_(2)
+                assert not torch.equal(copied(rows), layer(rows))
+
+    fit_harmony(model(), callbacks=[Copying()])
+
+
 # --- The module afterwards, and again.
 
 
