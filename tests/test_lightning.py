@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -581,20 +582,30 @@ def _with_attributes(attributes: dict[str, Any]) -> CopiesItself:
     return made
 
 
+def _doubled(self: CopiesItself, x: Tensor) -> Tensor:
+    return 2 * CopiesItself.forward(self, x)
+
+
 @pytest.mark.cpu
-def test_a_layer_may_be_copied_and_pickled_by_its_own_code() -> None:
-    """The copies have a forward that computes with their weights, and not that of the layer."""
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_a_layer_may_be_copied_and_pickled_by_its_own_code(is_patched: bool) -> None:
+    """The copies have a forward that computes with their weights, and not that of the layer.
+
+    Where the layer was given a forward, copies had that of the class.
+    """
 
     def model() -> Model:
         module = Model()
-        module.net.blocks[0] = CopiesItself(module.net.blocks[0])
+        layer = module.net.blocks[0] = CopiesItself(module.net.blocks[0])
+        if is_patched:
+            layer.forward = MethodType(_doubled, layer)  # type: ignore[method-assign]
         return module
 
     class Copying(pl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
             layer, rows = module.net.blocks[0], torch.ones(1, nets.WIDTH)
             assert "forward" in vars(layer)
-            for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            for copied in (copy.deepcopy(layer), *(() if is_patched else [pickle.loads(pickle.dumps(layer))])):
                 assert torch.equal(copied(rows), layer(rows))
                 for parameter in copied.parameters():
                     parameter.data.mul_(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import sys
 import threading
@@ -154,7 +155,8 @@ class InterceptedForward:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _bound_forward(memo[id(self._module)])
+        # The copy of the forward that a module was given is bound to the copy of the module.
+        return _bound_forward(memo[id(self._module)]) if self.own is None else copy.deepcopy(self.own, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.own is not None:
