@@ -294,6 +294,16 @@ class TestLaneStash:
         assert torch.equal(before.load(), torch.zeros(32))
         assert torch.equal(after.load(), torch.ones(32))
 
+    def test_swaps_it_out_each_time_where_none_are_shared(self, stash: Stash) -> None:
+        lane, tensor = LaneStash(stash), torch.zeros(32)
+        before = lane.put(tensor)
+        tensor.data.add_(1)
+        stash.shares = False
+        after = lane.put(tensor)
+        assert after is not before
+        assert after is not None
+        assert torch.equal(after.load(), torch.ones(32))
+
     def test_swaps_it_out_again_when_nobody_keeps_the_first(self, stash: Stash) -> None:
         lane, tensor = LaneStash(stash), torch.arange(32.0)
         lane.put(tensor)

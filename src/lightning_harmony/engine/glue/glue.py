@@ -95,7 +95,7 @@ class StandIn(Pickled, Untold):
             changed = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, StandIn)]
             if changed:
                 return _changed(changed, func, args, kwargs)
-        result = with_parameters(func, args, kwargs, copy=func in _SHARING)
+        result = with_parameters(func, args, kwargs, copy=func in SHARING)
         if func is Tensor.numpy:
             # What is written there would be lost, and nothing counts it.
             result.flags.writeable = False
@@ -193,7 +193,7 @@ _REFUSED = {
 _FIRST = ("input", "tensor", "self")
 
 # What they return shares the memory of what they are called with, and nobody sees it.
-_SHARING = {
+SHARING = {
     Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.storage, Tensor.untyped_storage, Tensor._typed_storage,
     Tensor.data_ptr, Tensor.__reduce_ex__,
 }  # fmt: skip

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.glue.buffer_stand_in import BufferStandIn
-from lightning_harmony.engine.glue.glue import StandIn
+from lightning_harmony.engine.glue.glue import SHARING, StandIn
 from lightning_harmony.engine.memory.tensor_class import in_place_of
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
 from lightning_harmony.engine.model.shown_wide import ShownWide, hand_on
@@ -108,6 +108,8 @@ class OneDevice(TorchFunctionMode):
         self._lane.launched.begin(target)
         with self._transfers.devices[target].selected():
             result = func(*args, **kwargs)
+        if func in SHARING or func == _SET_DATA:
+            self._lane.note_data(args[0])
         made = tensors_of(result)
         if any(tensor.requires_grad for tensor in made):
             self._note_uses(tensors)
@@ -262,7 +264,7 @@ class OneDevice(TorchFunctionMode):
         return gradient if home is None else self._lane.moved(gradient, home)
 
 
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 
 # With the name of the gradients that they begin with, as torch passes them on to modes.
 _DIFFERENTIATING = {

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_harmony.engine.glue.glue import StandIn
 from lightning_harmony.engine.memory.opaque import is_opaque, tensors_in
 from lightning_harmony.engine.memory.tensor_class import in_place_of
+from lightning_harmony.engine.memory.unseen_changes import CallChanges, Save
 from lightning_harmony.engine.structures.operations import Versions
 from lightning_harmony.engine.structures.strides import places_in_memory
 from lightning_harmony.engine.structures.tree import CONSTANTS, Arguments, WrittenTo, flatten, has_other_nodes
@@ -38,6 +39,7 @@ class CallArguments:
         leaves: what the arguments consist of.
         tensors: the tensors among the leaves, each once.
         numbers: of each leaf, which of the tensors it is; None for one that is no tensor.
+        changes: looks for those that torch does not count, in a step that is watched.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None = None) -> None:
@@ -50,6 +52,7 @@ class CallArguments:
         self.numbers = [numbers.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in self.leaves]
         self._originals = list(unique.values())
         self.tensors = [_prepared(tensor, dtype) for tensor in self._originals]
+        self.changes: CallChanges | None = None
         self._exchanged: _Exchanged | None = None
         # By the identities of those that were brought, what they were.
         self._before: dict[int, Tensor] = {}
@@ -107,6 +110,8 @@ class CallArguments:
         Raises:
             UnsupportedModelError: if the layer has changed one of several that share memory there, and had copies of others.
         """
+        if self.changes is not None:
+            self.changes.end([(self._before.get(id(each), each), each) for each in self.tensors], result)
         if not self._before:
             return result
         for tensor in self._apart.changed():
@@ -123,6 +128,10 @@ class CallArguments:
     def written_to(self) -> str | None:
         """The class of a node that the layer has written into, whose caller will not see that; None if there is none."""
         return None if self._exchanged is None else self._exchanged.written_to()
+
+    def noting(self, save: Save) -> Save:
+        """What saves a tensor for the graph of the call, and tells who looks at that."""
+        return save if self.changes is None else self.changes.noting(save)
 
     def give_back(self) -> None:
         """The call is over: the caller's tensors are in its lists and dicts again. Nothing of the caller's is kept."""

@@ -100,7 +100,7 @@ class LayerCall:
         runtime, layer = self.runtime, self.layer
         refuse_hooks_of_others(f"layer {layer.name!r}")
         self._arguments = arguments = CallArguments(args, kwargs, layer.compute_dtype)
-        runtime.listeners.on_given(arguments.tensors)
+        runtime.note_given(layer, arguments)
         with runtime.calling(), runtime.visit(layer, Phase.FORWARD) as residency:
             self.residency = residency
             try:
@@ -172,9 +172,9 @@ class LayerCall:
         """What the layer returns, how it leaves its buffers, and whether it has to run again, with more of them."""
         layer, residency, recompute = self.layer, self.residency, self._recompute
         before = WeightsBefore(layer, residency, self.runtime, is_compiled=self._is_compiled)
-        result, failed, left = None, None, dict[BufferKey, Tensor | None]()
+        save, result, failed, left = self._arguments.noting(self._save), None, None, dict[BufferKey, Tensor | None]()
         try:
-            with _saving(self._save, is_compiled=self._is_compiled) if self._with_graph else NO_CONTEXT:
+            with _saving(save, is_compiled=self._is_compiled) if self._with_graph else NO_CONTEXT:
                 bound = self._weights.bind(self)
                 beside = layer.companions.bound(residency.leaves, residency.companions)
                 kept = keeping_derived(layer.derived, layer.varies) if layer.derived else NO_CONTEXT

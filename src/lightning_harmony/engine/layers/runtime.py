@@ -19,6 +19,7 @@ from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import HasGraph, Residency
 
 if TYPE_CHECKING:
+    from lightning_harmony.engine.layers.call_arguments import CallArguments
     from lightning_harmony.engine.layers.recordings import Recordings
 
 
@@ -120,6 +121,10 @@ class Runtime(OfGlue, Protocol):
     def brought(self, tensor: Tensor, residency: Residency, *, at_once: bool) -> Tensor:
         """A tensor for a layer: one on its device, or one that needs a gradient where it is, with a copy for the layer."""
         return tensor
+
+    def note_given(self, layer: SwappedLayer, arguments: CallArguments) -> None:
+        """A layer is called with these, and waits for its turn."""
+        self.listeners.on_given(arguments.tensors)
 
     def note_made(self, result: Any) -> None:
         """A layer's code has returned something."""

@@ -163,7 +163,13 @@ class Stash:
         device: where the tensors are.
         pool: host buffers.
         traffic: counts the copies.
+
+    Attributes:
+        shares: whether a tensor that several layers take is swapped out once: not where one was changed meanwhile in a way
+            that torch does not count.
     """
+
+    shares = True
 
     def __init__(self, device: Device, pool: HostPool, traffic: Traffic) -> None:
         self.device = device
@@ -247,7 +253,7 @@ class LaneStash:
 
     def put(self, tensor: Tensor) -> Stashed | None:
         """Like `Stash.put`."""
-        known = self._known.get(id(tensor))
+        known = self._known.get(id(tensor)) if self._stash.shares else None
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             stashed = known[2]()
             if stashed is not None:

@@ -20,6 +20,7 @@ from lightning_harmony.engine.layers.saved_tensors import refuse_hooks_of_others
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.stash import LaneStash
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Launched, Transfers
+from lightning_harmony.engine.memory.unseen_changes import UnseenChanges
 from lightning_harmony.engine.step.granting import Granting
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.runtime import Runtime
@@ -76,7 +77,13 @@ class MicrobatchRunner:
         stashes = [LaneStash(residents.stash) for residents in self._placement.residents]
         transfers = LaneTransfers(Launched(self._transfers, self._runtime.go_over))
         glue = OneDevice(transfers, self._transfers) if len(self._devices) > 1 else None
-        return LaneProgress(lane, microbatch, stashes, transfers, glue)
+        looks = self._preparation.looks_at_inputs
+        changes = UnseenChanges(self._devices[0].on_host, self._end_sharing) if looks else None
+        return LaneProgress(lane, microbatch, stashes, transfers, glue, unseen_changes=changes)
+
+    def _end_sharing(self) -> None:
+        for residents in self._placement.residents:
+            residents.stash.shares = False
 
     def _start(self, running: Sequence[LaneProgress]) -> None:
         placement = self._placement
@@ -206,6 +213,9 @@ class MicrobatchRunner:
         """Run a microbatch up to its loss; None if there is nothing to differentiate."""
         with self._glue.stashing(), progress.glue or nullcontext():
             loss = progress.microbatch.step()
+        if progress.unseen_changes is not None:
+            progress.unseen_changes.look_again()
+            progress.unseen_changes = None
         self._refuse_lost_changes(progress)
         return None if loss is None or not loss.requires_grad else loss
 

@@ -86,6 +86,11 @@ class PackPreparation:
         return _Stay(self, progress, layer, phase)
 
     @property
+    def looks_at_inputs(self) -> bool:
+        """Whether the step is to show how code between layers changes what they take."""
+        return self._observer.is_training and (self._observer.is_measuring or not self._step.has_trained)
+
+    @property
     def stashed_bytes(self) -> int:
         """What was stashed so far in the step, where it is measured how much each layer stashes."""
         return self._traffic.swapped_out["stash"] if self._observer.is_profiling else 0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.devices.device import NO_CONTEXT, Device
 from lightning_harmony.engine.glue.one_device import OneDevice
 from lightning_harmony.engine.glue.views import Views
+from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.layers.open_call import OpenCall
 from lightning_harmony.engine.layers.recordings import Recordings
@@ -118,6 +119,13 @@ class Runtime:
             return transfers.moved(tensor, number)
         transfers.copy(tensor, number)
         return tensor
+
+    def note_given(self, layer: SwappedLayer, arguments: CallArguments) -> None:
+        """A layer is called with these, and waits for its turn."""
+        self.listeners.on_given(arguments.tensors)
+        progress = self._step.current()
+        if progress is not None and progress.unseen_changes is not None:
+            arguments.changes = progress.unseen_changes.before_call(layer.name, arguments.tensors)
 
     def note_made(self, result: Any) -> None:
         """A layer's code has returned something: what is sent to another device waits for that alone."""
@@ -321,7 +329,11 @@ class Runtime:
     def stash(self, tensor: Tensor) -> Stashed:
         """Keep what a layer takes for the backward: on the host, unless it is small or needed again at once."""
         if not is_small(tensor):
-            return self.stash_unchanged(tensor)
+            stashed = self.stash_unchanged(tensor)
+            if not self._placement.residents[0].stash.shares:
+                # It may change at once, and nothing would tell.
+                stashed.settle()
+            return stashed
         # These are counters and the like, which code between layers may change afterwards.
         is_there = any(device.owns(tensor) for device in self._devices)
         with nullcontext() if is_there else self._devices[0].on_host():

@@ -16,6 +16,7 @@ from lightning_harmony.engine.glue.views import Views
 from lightning_harmony.engine.lanes.lane import AnyLane
 from lightning_harmony.engine.memory.stash import LaneStash
 from lightning_harmony.engine.memory.transfer import LaneTransfers
+from lightning_harmony.engine.memory.unseen_changes import UnseenChanges
 from lightning_harmony.engine.model.layer import BufferKey
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Phase
@@ -84,6 +85,7 @@ class LaneProgress:
         last_filled: buffers that layers have filled through `.data`, as the last of several calls left them; None after one.
         differentiating: whether it has come to the backward of its loss.
         loss: where the backward follows when the caller brings its gradient.
+        unseen_changes: looks for them in its forward, in a step that is watched.
     """
 
     lane: AnyLane
@@ -103,6 +105,7 @@ class LaneProgress:
     last_filled: dict[BufferKey, Tensor | None] = field(default_factory=dict)
     differentiating: bool = False
     loss: Tensor | None = None
+    unseen_changes: UnseenChanges | None = None
 
     @property
     def has_come_to_its_loss(self) -> bool:

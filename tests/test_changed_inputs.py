@@ -1,0 +1,144 @@
+"""What layers take and return, changed between them in ways that torch does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.errors import UnsupportedModelError
+from support.lightning_fits import QUIET_MARKS
+from support.same_training import assert_same_training
+
+pytestmark = QUIET_MARKS
+WIDTH, LENGTH = 32, 16
+
+
+class Shifted(nn.Module):
+    """The graph saves nothing of what it takes beside the hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x + (torch.tanh(self.linear(x)) + gate).relu()
+
+
+class Masked(Shifted):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)).masked_fill(gate > 1, 0.1)
+
+
+class Changing(Shifted):
+    """Its own code does so, and the next layer finds that."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        gate.data.mul_(1.25)
+        return super().forward(x, gate)
+
+
+class Gated(Shifted):
+    """The graph saves the gate itself."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * gate
+
+
+class Bounded(Shifted):
+    """The graph saves what the layer returns."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) + gate)
+
+
+class Net(pl.LightningModule):
+    """Changes the gate, or the hidden state, behind the second of four layers."""
+
+    def __init__(self, layer: type[Shifted], change: Callable[[Tensor], None], *, of_hidden: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.change, self.of_hidden = nn.ModuleList(layer() for _ in range(4)), change, of_hidden
+
+    def training_step(self, batch: Tensor, number: int) -> Tensor:
+        x, gate = batch, 0.5 + batch.square()
+        for place, layer in enumerate(self.layers):
+            x = layer(x, gate)
+            if place == 1:
+                self.change(x if self.of_hidden else gate)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def through_data(gate: Tensor) -> None:
+    gate.data.mul_(2)
+
+
+def through_rows(gate: Tensor) -> None:
+    gate.data[1:].zero_()
+
+
+def through_numpy(gate: Tensor) -> None:
+    if gate.device.type != "cpu":
+        pytest.skip("NumPy has none of a GPU's tensors")
+    gate.detach().numpy()[...] *= 2
+
+
+def other_memory(gate: Tensor) -> None:
+    gate.data = gate.data * 2
+
+
+CHANGES = [through_data, through_rows, through_numpy, other_memory]
+
+
+def train(net: Net, layer: type[nn.Module], num_microbatches: int) -> None:
+    samples = list(torch.randn(32, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1)))
+    assert_same_training(net, samples, layers=[layer], num_microbatches=num_microbatches, updates=["just in time"])
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("layer", [Shifted, Masked], ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_layers_that_run_again_find_what_an_input_was_then(
+    change: Callable[[Tensor], None], layer: type[Shifted], num_microbatches: int
+) -> None:
+    """Later ones found what it had been for earlier ones."""
+    train(Net(layer, change, of_hidden=False), layer, num_microbatches)
+
+
+def unchanged(gate: Tensor) -> None:
+    """Layers change it."""
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_layer_that_changes_an_input_unseen_does_so_when_it_runs_again(num_microbatches: int) -> None:
+    train(Net(Changing, unchanged, of_hidden=False), Changing, num_microbatches)
+
+
+@pytest.mark.devices(2)
+def test_a_layer_may_not_change_an_input_of_another_device_unseen() -> None:
+    """It has a copy."""
+    with pytest.raises(UnsupportedModelError, match=r"layers\.\d.*on another device.*devices=1"):
+        train(Net(Changing, unchanged, of_hidden=False), Changing, 2)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(("layer", "of_hidden"), [(Gated, False), (Bounded, True)], ids=["input", "output"])
+@pytest.mark.parametrize("change", [through_data, through_rows, through_numpy], ids=lambda change: change.__name__)
+def test_what_a_graph_has_saved_itself_may_not_change_unseen(
+    change: Callable[[Tensor], None], layer: type[Shifted], of_hidden: bool, num_microbatches: int
+) -> None:
+    """Plain PyTorch finds in the backward what is in that memory then."""
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1.*torch does not count.*out of place"):
+        train(Net(layer, change, of_hidden=of_hidden), layer, num_microbatches)
+
+
+def test_an_output_that_a_graph_has_saved_may_be_given_other_memory() -> None:
+    """The graph keeps what was there."""
+    train(Net(Bounded, other_memory, of_hidden=True), Bounded, 2)
