@@ -55,6 +55,24 @@ class Bounded(Shifted):
         return torch.tanh(self.linear(x) + gate)
 
 
+class Halved(Shifted):
+    """Its own code changes what its graph has saved last, which no recompute reaches that ends there."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        bounded = torch.sigmoid(self.linear(x) + gate)
+        bounded.data.mul_(0.5)
+        return bounded
+
+
+class Growing(Shifted):
+    """It changes an input that its graph and those of others have saved."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        result = x + torch.tanh(self.linear(x)) * gate
+        gate.data.mul_(1.25)
+        return result
+
+
 class Net(pl.LightningModule):
     """Changes the gate, or the hidden state, behind the second of four layers."""
 
@@ -119,6 +137,16 @@ def unchanged(gate: Tensor) -> None:
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_a_layer_that_changes_an_input_unseen_does_so_when_it_runs_again(num_microbatches: int) -> None:
     train(Net(Changing, unchanged, of_hidden=False), Changing, num_microbatches)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_layer_that_changes_what_its_graph_has_saved_last_runs_again_to_its_end(num_microbatches: int) -> None:
+    train(Net(Halved, unchanged, of_hidden=False), Halved, num_microbatches)
+
+
+def test_a_layer_may_not_change_unseen_what_the_graph_of_another_has_saved() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0.*torch does not count.*out of place"):
+        train(Net(Growing, unchanged, of_hidden=False), Growing, 2)
 
 
 @pytest.mark.devices(2)

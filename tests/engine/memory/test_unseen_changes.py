@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_harmony.engine.memory.unseen_changes import UnseenChanges
+from lightning_harmony.engine.memory.unseen_changes import CallChanges, UnseenChanges
 from lightning_harmony.errors import UnsupportedModelError
 from support.composed import Packed
 
@@ -19,6 +19,7 @@ class Looking:
     def __init__(self) -> None:
         self.found = 0
         self.changes = UnseenChanges(nullcontext, self._note)
+        self.first, self.second = (CallChanges(layer, self.changes) for layer in ("first", "second"))
 
     def _note(self) -> None:
         self.found += 1
@@ -51,7 +52,7 @@ def test_are_found_whatever_the_strides(tensor: Tensor, looking: Looking) -> Non
 
 def test_are_none_where_torch_counts_them(looking: Looking) -> None:
     tensor = torch.zeros(8)
-    looking.changes.look(tensor, by="layer", saves=True)
+    looking.changes.look(tensor, by=looking.first, saves=True)
     tensor.add_(1)
     looking.changes.look(tensor)
     looking.changes.look_again()
@@ -60,25 +61,36 @@ def test_are_none_where_torch_counts_them(looking: Looking) -> None:
 
 def test_are_refused_where_a_graph_has_saved_the_memory(looking: Looking) -> None:
     tensor = torch.zeros(8)
-    looking.changes.look(tensor, by="first", saves=True)
-    looking.changes.look(tensor, by="second")
+    looking.changes.look(tensor, by=looking.first, saves=True)
+    looking.changes.look(tensor, by=looking.second)
     tensor.data.add_(1)
     with pytest.raises(UnsupportedModelError, match="layer 'first'"):
         looking.changes.look_again()
 
 
-def test_of_a_layers_own_code_are_no_ones_elses(looking: Looking) -> None:
+def test_of_a_layers_own_code_come_again_with_it(looking: Looking) -> None:
     tensor = torch.zeros(8)
-    looking.changes.look(tensor, by="first", saves=True)
+    looking.changes.look(tensor)
     tensor.data.add_(1)
-    looking.changes.look(tensor, by="second")
+    looking.changes.look(tensor, by=looking.first, saves=True)
     looking.changes.look_again()
     assert looking.found == 1
 
 
+def test_of_a_layers_own_code_are_refused_where_the_graph_of_another_call_has_saved_the_memory(
+    looking: Looking,
+) -> None:
+    tensor = torch.zeros(8)
+    looking.changes.look(tensor, by=looking.first, saves=True)
+    looking.changes.look(tensor, by=looking.second, saves=True)
+    tensor.data.add_(1)
+    with pytest.raises(UnsupportedModelError, match="layer 'first'"):
+        looking.changes.look(tensor, by=looking.second)
+
+
 def test_of_memory_that_only_the_tensor_has_left_are_none_of_the_graphs(looking: Looking) -> None:
     tensor = torch.zeros(8)
-    looking.changes.look(tensor, by="first", saves=True, is_made=True)
+    looking.changes.look(tensor, by=looking.first, saves=True, is_made=True)
     tensor.data = torch.ones(8)
     looking.changes.look(tensor)
     assert looking.found == 1
@@ -86,7 +98,7 @@ def test_of_memory_that_only_the_tensor_has_left_are_none_of_the_graphs(looking:
 
 def test_of_a_tensor_in_the_place_of_another_are_none(looking: Looking) -> None:
     for number in range(20):
-        looking.changes.look(torch.full((8,), float(number)), by="layer", saves=True)
+        looking.changes.look(torch.full((8,), float(number)), by=looking.first, saves=True)
     looking.changes.look_again()
     assert looking.found == 0
 
@@ -103,6 +115,6 @@ def test_are_not_looked_for_in_tensors_of_other_kinds(looking: Looking) -> None:
     ]
     for _ in range(2):
         for other in others:
-            looking.changes.look(other, by="layer", saves=True)
+            looking.changes.look(other, by=looking.first, saves=True)
     looking.changes.look_again()
     assert looking.found == 0

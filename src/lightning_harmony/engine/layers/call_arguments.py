@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_harmony.engine.glue.glue import StandIn
+from lightning_harmony.engine.layers.saved_tensors import Saves
 from lightning_harmony.engine.memory.opaque import is_opaque, tensors_in
 from lightning_harmony.engine.memory.tensor_class import in_place_of
 from lightning_harmony.engine.memory.unseen_changes import CallChanges, Save
+from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.structures.operations import Versions
 from lightning_harmony.engine.structures.strides import places_in_memory
 from lightning_harmony.engine.structures.tree import CONSTANTS, Arguments, WrittenTo, flatten, has_other_nodes
@@ -132,6 +134,22 @@ class CallArguments:
     def noting(self, save: Save) -> Save:
         """What saves a tensor for the graph of the call, and tells who looks at that."""
         return save if self.changes is None else self.changes.noting(save)
+
+    def filled(self, layer: SwappedLayer, saves: Saves, fill: Callable[..., bool], *, to_end: bool) -> bool:
+        """Bring what a graph has saved; whether all is there.
+
+        Args:
+            layer: the layer.
+            saves: what its graph has saved.
+            fill: brings it by a recompute.
+            to_end: whether that goes on behind the last of it. So it does, from now on, if the code changes it there.
+        """
+        is_full = fill(to_end=to_end or layer.runs_to_end)
+        changes, self.changes = self.changes, None
+        if not is_full or changes is None or changes.are_left(saves.contents()):
+            return is_full
+        layer.runs_to_end = True
+        return fill(to_end=True)
 
     def give_back(self) -> None:
         """The call is over: the caller's tensors are in its lists and dicts again. Nothing of the caller's is kept."""

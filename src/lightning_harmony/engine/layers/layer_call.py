@@ -362,8 +362,8 @@ class LayerCall:
         weights, running = self._found.again(self.residency), self.runtime.surroundings.running(self.residency)
         run = self._contexts.noting(partial(self._recompute.run, self.residency, self._run, True))
         with weights, running, self.runtime.measuring_graph(self.layer), torch.enable_grad():
-            is_compiled, keeps, to_end = self._is_compiled, self.layer.differentiates, self._contexts.are_absent
-            is_same = self._saves.fill(run, is_compiled=is_compiled, keeps=keeps, to_end=to_end)
+            fill = partial(self._saves.fill, run, is_compiled=self._is_compiled, keeps=self.layer.differentiates)
+            is_same = self._arguments.filled(self.layer, self._saves, fill, to_end=self._contexts.are_absent)
             if not (is_same and self._contexts.fill()):
                 raise _other_saves(self.layer)
         self._recompute.fill_again(self._saves)

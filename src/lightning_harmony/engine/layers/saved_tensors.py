@@ -96,6 +96,11 @@ class Saves:
         for saved in self.alive():
             saved.content = None
 
+    def contents(self) -> list[Tensor | None]:
+        """What is in all places; None for those of weights, or that no backward may ask for."""
+        places = [None if place is None else place() for place in self._places]
+        return [None if place is None else place.content for place in places]
+
     def fill(
         self, run: Callable[[], Any], *, is_compiled: bool = False, keeps: bool = False, to_end: bool = False
     ) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_harmony.engine.structures.checksum import checksum
-from lightning_harmony.engine.structures.operations import Unseen, is_counted
+from lightning_harmony.engine.structures.operations import Unseen, is_counted, viewed
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.engine.structures.strides import compact
 from lightning_harmony.engine.structures.tree import tensors_of
@@ -28,15 +28,31 @@ class _Seen(NamedTuple):
         tensor: it.
         version: how often it was changed, as far as torch counts.
         content: what tells its elements from others.
-        saved_by: the layer whose graph has saved its memory, if one has.
-        memory: that memory, where the graph would not find what the tensor has in its place; None where it would.
+        saved_by: the calls of layers whose graphs have saved its memory.
+        memory: that memory, where the graphs would not find what the tensor has in its place; None where they would.
     """
 
     tensor: weakref.ref[Tensor]
     version: int
     content: Tensor
-    saved_by: str | None
+    saved_by: frozenset[CallChanges]
     memory: int | None
+
+
+class _Saved(NamedTuple):
+    """What a graph has saved.
+
+    Attributes:
+        number: which of all that it saves.
+        memory: where it is.
+        dtype: of its elements.
+        how: its size, strides and offset there.
+    """
+
+    number: int
+    memory: int
+    dtype: torch.dtype
+    how: tuple[Any, ...]
 
 
 class UnseenChanges:
@@ -54,30 +70,31 @@ class UnseenChanges:
         self._on_host, self._on_change = on_host, on_change
         self._seen: dict[int, _Seen] = {}
 
-    def look(self, tensor: Tensor, *, by: str | None = None, saves: bool = False, is_made: bool = False) -> None:
+    def look(
+        self, tensor: Tensor, *, by: CallChanges | None = None, saves: bool = False, is_made: bool = False
+    ) -> None:
         """Look at a tensor, and whether it was changed since.
 
         Args:
             tensor: the tensor.
-            by: the layer whose own code may have changed it, which it will do again; None for the code between layers.
-            saves: whether the graph of that layer has saved its memory.
-            is_made: whether that layer has made it: its graph keeps the memory and not the tensor.
+            by: the call of a layer that may have changed it, and will when it runs again; None for the code between layers.
+            saves: whether the graph of that call has saved its memory.
+            is_made: whether that call has made it: its graph keeps the memory and not the tensor.
 
         Raises:
-            UnsupportedModelError: if the code between layers has changed what a graph has saved.
+            UnsupportedModelError: if other code has changed what the graph of a call has saved.
         """
         content = self.content_of(tensor)
         if content is None:
             return
-        memory, saved_by, only_in = _memory(tensor), by if saves else None, None
+        memory, saved_by, only_in = _memory(tensor), frozenset([by] if by is not None and saves else []), None
         seen = self._seen.get(id(tensor))
         if seen is not None and seen.tensor() is tensor and seen.version == tensor._version:
             if not torch.equal(content, seen.content):
-                if by is None and seen.saved_by is not None and seen.memory in (None, memory):
-                    raise _changed(seen.saved_by)
+                if (others := seen.saved_by - {by}) and seen.memory in (None, memory):
+                    raise _changed(next(iter(others)).layer)
                 self._on_change()
-            if not saves:
-                saved_by, only_in = seen.saved_by, seen.memory
+            saved_by, only_in = saved_by | seen.saved_by, None if saves else seen.memory
         only_in = memory if is_made else only_in
         self._seen[id(tensor)] = _Seen(weakref.ref(tensor), tensor._version, content, saved_by, only_in)
 
@@ -117,19 +134,29 @@ class CallChanges:
     Args:
         layer: the name of the layer.
         changes: looks at all.
+
+    Attributes:
+        layer: that name.
     """
 
     def __init__(self, layer: str, changes: UnseenChanges) -> None:
-        self._layer, self._changes = layer, changes
+        self.layer, self._changes = layer, changes
         # As these live, no other memory is taken for theirs, though it may be free.
         self._saved: dict[int, StorageWeakRef] = {}
+        self._places: list[_Saved] = []
+        self._left: dict[int, Tensor] = {}
 
     def noting(self, save: Save) -> Save:
         """What saves a tensor for the graph of the call, and notes its memory."""
+        number, self._places = 0, []
 
         def note(tensor: Tensor) -> Any:
+            nonlocal number
             if is_counted(tensor):
                 self._saved[_memory(tensor)] = StorageWeakRef(tensor.untyped_storage())
+                how = tensor.size(), tensor.stride(), tensor.storage_offset()
+                self._places.append(_Saved(number, _memory(tensor), tensor.dtype, how))
+            number += 1
             return save(tensor)
 
         return note
@@ -146,12 +173,27 @@ class CallChanges:
         """
         for tensor, own in given:
             if own is not tensor and not _are_same(*map(self._changes.content_of, (tensor, own))):
-                raise _changed_copy(self._layer)
-            self._changes.look(tensor, by=self._layer, saves=self._saves(own))
+                raise _changed_copy(self.layer)
+            self._changes.look(tensor, by=self, saves=self._saves(own))
         known = {id(own) for _, own in given}
         for tensor in tensors_of(result):
             if id(tensor) not in known and self._saves(tensor):
-                self._changes.look(tensor, by=self._layer, saves=True, is_made=True)
+                self._changes.look(tensor, by=self, saves=True, is_made=True)
+        there = {_memory(each): each for each in [*tensors_of(result), *(own for _, own in given)] if is_counted(each)}
+        for number, memory, dtype, how in self._places:
+            if memory in there and there[memory].dtype == dtype:
+                content = self._changes.content_of(viewed(there[memory].detach(), Tensor.as_strided, *how))
+                if content is not None:
+                    self._left[number] = content
+
+    def are_left(self, saved: Sequence[Tensor | None]) -> bool:
+        """Whether a recompute that ends with the last tensor that the graph saves brings all as the call has left them.
+
+        Args:
+            saved: what the graph saves, in its order; None for what it does not need.
+        """
+        found = ((content, saved[number]) for number, content in self._left.items())
+        return all(it is None or _are_same(content, self._changes.content_of(it)) for content, it in found)
 
     def _saves(self, tensor: Tensor) -> bool:
         return is_counted(tensor) and _memory(tensor) in self._saved

@@ -122,6 +122,7 @@ class SwappedLayer:
         unversioned_buffers: those that its code changes through `.data`, of which no version tells.
         changing_buffers: those that its code has changed so far.
         refilled_buffers: those of them that it has changed in place.
+        runs_to_end: whether its code changes what its graph has saved in a way that torch does not count.
         seen_buffers: those that others had before the first step, in plain Lightning, too: one set for all layers.
         gathered: parameters of recurrent modules, which cuDNN copies to one memory and leaves there.
         composed: the parameters whose values are in tensors of their own.
@@ -170,7 +171,7 @@ class SwappedLayer:
         self.changed_buffers: set[BufferKey] = set()
         self.host_buffers: dict[BufferKey, tuple[Tensor, int | None]] = {}
         self.changes_by_others = Counter[BufferKey]()
-        self.differentiates = self.keeps_on_contexts = False
+        self.differentiates = self.keeps_on_contexts = self.runs_to_end = False
         self.num_changes = 0
         self.compute_dtype = compute_dtype
         self.companions = Companions((), ()) if module is None else Companions(module.modules(), self.parameters, name)
