@@ -163,8 +163,34 @@ def test_what_a_graph_has_saved_itself_may_not_change_unseen(
     change: Callable[[Tensor], None], layer: type[Shifted], of_hidden: bool, num_microbatches: int
 ) -> None:
     """Plain PyTorch finds in the backward what is in that memory then."""
-    with pytest.raises(UnsupportedModelError, match=r"layers\.1.*torch does not count.*out of place"):
+    with pytest.raises(UnsupportedModelError, match=r"layers\.[01].*torch does not count.*out of place"):
         train(Net(layer, change, of_hidden=of_hidden), layer, num_microbatches)
+
+
+class Between(Net):
+    """The graph of the code between layers saves what a layer takes, before or behind the change."""
+
+    def __init__(self, change: Callable[[Tensor], None], *, is_saved_before: bool) -> None:
+        super().__init__(Shifted, change, of_hidden=False)
+        self.is_saved_before = is_saved_before
+
+    def training_step(self, batch: Tensor, number: int) -> Tensor:
+        gate = (self.layers[0](batch, batch) - 0.5).relu() if self.is_saved_before else self.layers[0](batch, batch)
+        x = self.layers[1](batch, gate)
+        self.change(gate)
+        return (self.layers[2](x, gate) * gate[:, :, :1]).square().mean()
+
+
+@pytest.mark.parametrize("change", [through_data, through_rows], ids=lambda change: change.__name__)
+def test_what_the_graph_of_code_between_layers_has_saved_may_not_change_unseen(
+    change: Callable[[Tensor], None],
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"code between layers saves.*out of place"):
+        train(Between(change, is_saved_before=True), Shifted, 2)
+
+
+def test_what_the_graph_of_code_between_layers_saves_afterwards_may_have_changed() -> None:
+    train(Between(through_data, is_saved_before=False), Shifted, 1)
 
 
 def test_an_output_that_a_graph_has_saved_may_be_given_other_memory() -> None:

@@ -29,14 +29,16 @@ class _Seen(NamedTuple):
         version: how often it was changed, as far as torch counts.
         content: what tells its elements from others.
         saved_by: the calls of layers whose graphs have saved its memory.
-        memory: that memory, where the graphs would not find what the tensor has in its place; None where they would.
+        memory: that memory.
+        is_made: whether graphs would not find what the tensor has in the place of that.
     """
 
     tensor: weakref.ref[Tensor]
     version: int
     content: Tensor
-    saved_by: frozenset[CallChanges]
-    memory: int | None
+    saved_by: tuple[CallChanges, ...]
+    memory: int
+    is_made: bool
 
 
 class _Saved(NamedTuple):
@@ -69,6 +71,11 @@ class UnseenChanges:
     def __init__(self, on_host: Callable[[], AbstractContextManager[None]], on_change: Callable[[], None]) -> None:
         self._on_host, self._on_change = on_host, on_change
         self._seen: dict[int, _Seen] = {}
+        # By their memory, the tensors that were looked at, by their identities, and what the code between layers has saved.
+        self._at: dict[int, int] = {}
+        self._saved_between: dict[int, StorageWeakRef] = {}
+        # What the last call took and returned, as far as somebody has it when the next one comes.
+        self._last: list[weakref.ref[Tensor]] = []
 
     def look(
         self, tensor: Tensor, *, by: CallChanges | None = None, saves: bool = False, is_made: bool = False
@@ -87,16 +94,31 @@ class UnseenChanges:
         content = self.content_of(tensor)
         if content is None:
             return
-        memory, saved_by, only_in = _memory(tensor), frozenset([by] if by is not None and saves else []), None
+        memory, saved_by = _memory(tensor), () if by is None or not saves else (by,)
         seen = self._seen.get(id(tensor))
         if seen is not None and seen.tensor() is tensor and seen.version == tensor._version:
             if not torch.equal(content, seen.content):
-                if (others := seen.saved_by - {by}) and seen.memory in (None, memory):
-                    raise _changed(next(iter(others)).layer)
+                others = [call for call in seen.saved_by if call is not by]
+                if others and not (seen.is_made and seen.memory != memory):
+                    raise _changed(f"layer {others[0].layer!r}")
+                if seen.memory in self._saved_between:
+                    raise _changed("code between layers")
                 self._on_change()
-            saved_by, only_in = saved_by | seen.saved_by, None if saves else seen.memory
-        only_in = memory if is_made else only_in
-        self._seen[id(tensor)] = _Seen(weakref.ref(tensor), tensor._version, content, saved_by, only_in)
+            saved_by, is_made = (*seen.saved_by, *saved_by), is_made or (seen.is_made and not saves)
+        self._at[memory] = id(tensor)
+        self._seen[id(tensor)] = _Seen(weakref.ref(tensor), tensor._version, content, saved_by, memory, is_made)
+
+    def note_saved(self, tensor: Tensor) -> None:
+        """The graph of code between layers has saved a tensor, as it is now.
+
+        Raises:
+            UnsupportedModelError: as `look`.
+        """
+        if is_counted(tensor):
+            seen = self._seen.get(self._at.get(memory := _memory(tensor), 0))
+            if seen is not None and (known := seen.tensor()) is not None:
+                self.look(known)
+            self._saved_between[memory] = StorageWeakRef(tensor.untyped_storage())
 
     def content_of(self, tensor: Tensor) -> Tensor | None:
         """What tells the elements of a tensor from others, in the order in which they lie; None for one of another kind."""
@@ -113,9 +135,14 @@ class UnseenChanges:
         Raises:
             UnsupportedModelError: as `look`.
         """
-        for tensor in tensors:
+        last = [tensor for each in self._last if (tensor := each()) is not None]
+        for tensor in {id(each): each for each in [*last, *tensors]}.values():
             self.look(tensor)
         return CallChanges(layer, self)
+
+    def after_call(self, tensors: Sequence[Tensor]) -> None:
+        """A layer was called, and took and returned these."""
+        self._last = list(map(weakref.ref, tensors))
 
     def look_again(self) -> None:
         """Look at all that somebody has.
@@ -171,15 +198,17 @@ class CallChanges:
         Raises:
             UnsupportedModelError: if the layer has changed a copy, of what is on another device.
         """
+        made = tensors_of(result)
         for tensor, own in given:
             if own is not tensor and not _are_same(*map(self._changes.content_of, (tensor, own))):
                 raise _changed_copy(self.layer)
             self._changes.look(tensor, by=self, saves=self._saves(own))
         known = {id(own) for _, own in given}
-        for tensor in tensors_of(result):
-            if id(tensor) not in known and self._saves(tensor):
-                self._changes.look(tensor, by=self, saves=True, is_made=True)
-        there = {_memory(each): each for each in [*tensors_of(result), *(own for _, own in given)] if is_counted(each)}
+        for tensor in made:
+            if id(tensor) not in known:
+                self._changes.look(tensor, by=self, saves=self._saves(tensor), is_made=True)
+        self._changes.after_call([*made, *(tensor for tensor, _ in given)])
+        there = {_memory(each): each for each in [*made, *(own for _, own in given)] if is_counted(each)}
         for number, memory, dtype, how in self._places:
             if memory in there and there[memory].dtype == dtype:
                 content = self._changes.content_of(viewed(there[memory].detach(), Tensor.as_strided, *how))
@@ -200,18 +229,19 @@ class CallChanges:
 
 
 def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is None or other is None or torch.equal(one, other.to(one.device))
+    # They may be on two devices.
+    return one is None or other is None or one.tolist() == other.tolist()
 
 
 def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _changed(layer: str) -> UnsupportedModelError:
+def _changed(saved_by: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"a tensor that layer {layer!r} takes or returns, and saves for its backward, was changed afterwards in a way that "
-        "torch does not count, as through `.data` or NumPy, and the backward would compute with what it is then: make that "
-        "operation out of place"
+        f"a tensor that a layer takes or returns, and that {saved_by} saves for the backward, was changed afterwards in a way "
+        "that torch does not count, as through `.data` or NumPy, and the backward would compute with what it is then: make "
+        "that operation out of place"
     )
 
 

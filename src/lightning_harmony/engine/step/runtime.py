@@ -212,6 +212,9 @@ class Runtime:
 
     def filled_since(self, tensor: Tensor) -> Callable[[], Tensor | None]:
         """What tells the content of a tensor that glue saves, in the backward: of a buffer that calls fill meanwhile."""
+        progress = self._step.current()
+        if progress is not None and progress.unseen_changes is not None:
+            progress.unseen_changes.note_saved(tensor)
         return self._step.buffer_copies.filled_since(tensor, self.last_filled)
 
     # ---- parameters that glue uses -------------------------------------------------------------------------------------
