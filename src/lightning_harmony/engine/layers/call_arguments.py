@@ -112,16 +112,16 @@ class CallArguments:
         Raises:
             UnsupportedModelError: if the layer has changed one of several that share memory there, and had copies of others.
         """
-        if self.changes is not None:
-            self.changes.end([(self._before.get(id(each), each), each) for each in self.tensors], result)
-        if not self._before:
-            return result
         for tensor in self._apart.changed():
             raise UnsupportedModelError(
                 f"a layer changes an input in place, of shape {tuple(tensor.shape)}, that is on another device, and that "
                 "others of its inputs share memory with: pass it one of them, and take views there, or use "
                 "Trainer(devices=1)"
             )
+        if self.changes is not None:
+            self.changes.end([(self._before.get(id(each), each), each) for each in self.tensors], result)
+        if not self._before:
+            return result
         leaves, close = flatten(result)
         if not any(id(leaf) in self._before for leaf in leaves):
             return result
