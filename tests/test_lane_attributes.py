@@ -159,6 +159,90 @@ def test_what_a_microbatch_keeps_on_modules_is_its_own(net: type[nn.Module], dev
     )
 
 
+class Noting(nets.Block):
+    """Leaves something in an object of its own, and reads it again."""
+
+    def __init__(self, notes: Any = None) -> None:
+        super().__init__()
+        self.notes = SimpleNamespace(newest=None) if notes is None else notes
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.newest = x.detach().mean()
+        return super().forward(x) * (1 + self.notes.newest)
+
+
+class NotesInObjects(Blocks):
+    def block(self) -> nn.Module:
+        return Noting()
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.run(x), y)
+
+
+class NotesInANewAttribute(NotesInObjects):
+    def block(self) -> nn.Module:
+        return Noting(SimpleNamespace())
+
+
+class ReadsNotesOfLayers(NotesInObjects):
+    """Between layers, behind the next one."""
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        blocks: Any = self.blocks
+        for block, before in zip(blocks, (None, *blocks), strict=False):
+            x = block(x) + (0 if before is None else before.notes.newest)
+        return F.mse_loss(x, y)
+
+
+class SharesNotes(NotesInObjects):
+    """Each layer reads what the one before has left."""
+
+    def __init__(self) -> None:
+        self.notes = SimpleNamespace(newest=torch.ones(()))
+        super().__init__()
+
+    def block(self) -> nn.Module:
+        return ReadingNotes(self.notes)
+
+    def forward(self, batch: Any) -> Tensor:
+        self.notes.newest = batch[0].mean()
+        return super().forward(batch)
+
+
+class ReadingNotes(Noting):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.notes.newest)
+
+
+class CountsInObjects(NotesInObjects):
+    def block(self) -> nn.Module:
+        return Counting(SimpleNamespace(newest=None, calls=0))
+
+
+class Counting(Noting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.calls += 1
+        return super().forward(x)
+
+
+NOTING = [NotesInObjects, NotesInANewAttribute, ReadsNotesOfLayers, SharesNotes, CountsInObjects]
+
+
+@pytest.mark.parametrize(("net", "devices"), combined(NOTING, [(1,), (2,)]))
+def test_what_a_layer_leaves_in_an_object_each_microbatch_finds_again(
+    net: type[nn.Module], devices: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They ran one after the other."""
+    torch.manual_seed(0)
+    with caplog.at_level("INFO"):
+        assert_same_training(
+            Net(net()), samples(), num_microbatches=2, batch_size=4, devices=devices, device_memory="44KiB"
+        )
+    assert "one after the other" not in caplog.text
+
+
 class Skips(Blocks):
     """A U-Net that keeps its skips on itself."""
 

@@ -25,7 +25,7 @@ from lightning_harmony.engine.structures.containers import (
     with_others,
 )
 from lightning_harmony.engine.structures.memory_users import has_memory_among
-from lightning_harmony.engine.structures.object_state import restore_of
+from lightning_harmony.engine.structures.object_state import attributes_of, restore_of
 from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.seekable import Seekable, is_fixed, make_seekable
 from lightning_harmony.engine.structures.strides import copied
@@ -60,9 +60,10 @@ class Attributes:
         swapped: of each, the names of the buffers that are swapped. What code registers, or first fills, later is not.
         staying: those of any layer that stay where they are. Tensors in their memory are left to these.
         compares: whether to note what the tensors hold, for changes that no version tells.
+        has_objects: whether to note the attributes of the other objects among them, too.
 
     Attributes:
-        objects: the other objects among them.
+        objects: these objects.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Attributes:
         staying: StayingBuffers,
         *,
         compares: bool = False,
+        has_objects: bool = False,
     ) -> None:
         self._compares = compares
         self._late_buffers = _late_buffers(modules, swapped)
@@ -96,7 +98,10 @@ class Attributes:
         self._all_modules, self._swapped = modules, swapped
         self._has_no_late_buffers = not any(self._late_buffers)
         self._buffers, self._sizes = [module._buffers for module in modules], list(map(len, swapped))
-        self._unchanged = Unchanged([*self._modules, *self._contents])
+        # They are not restored here, but it is told that the layer's own code has set them.
+        of_objects = map(attributes_of, self.objects) if has_objects else ()
+        self._of_objects = [(content, content.copy()) for content in of_objects if content is not None]
+        self._unchanged = Unchanged([*self._modules, *self._contents, *self._of_objects])
 
     def are_current(self) -> bool:
         """Whether nothing has changed since, as far as that can be told."""
@@ -112,6 +117,11 @@ class Attributes:
         return all(map(have_same_content, self._late_buffers, late))
 
     @property
+    def are_objects_as_they_were(self) -> bool:
+        """Whether nobody has set the attributes of objects since, as far as these were noted."""
+        return all(have_same_content(content, then) for content, then in self._of_objects)
+
+    @property
     def are_plain(self) -> bool:
         """Whether no tensors are among them, and nothing that is restored by itself."""
         return not self._tensors and not self._restores
@@ -121,8 +131,10 @@ class Attributes:
         return {kept.name: kept.tensor for kept in self._tensors.values()}
 
     def changes_since(self, before: Attributes) -> Iterator[tuple[dict[str, Any], set[str]]]:
-        """The attributes of each module that have other values than before, by their names."""
-        for (attributes, now), (_, then) in zip(self._modules, before._modules, strict=True):
+        """The attributes of each module and object that have other values than before, by their names."""
+        of_objects = [(content, content, then) for content, then in before._of_objects]
+        pairs = zip(self._modules, before._modules, strict=True)
+        for attributes, now, then in [*((each, now, then) for (each, now), (_, then) in pairs), *of_objects]:
             if names := set(changed_names(then, now)):
                 yield attributes, names
 
@@ -220,6 +232,7 @@ class AttributesOfLayer:
         self._swapped = [{name for owner, name in buffers if owner is module} for module in modules]
         self.modules, self.staying = frozenset(map(id, modules)), StayingBuffers()
         self.may_hold_tensors = True
+        self._sets_objects = False
         self._num_calls = 0
         self._has_read = False
         self._modules = modules
@@ -229,7 +242,9 @@ class AttributesOfLayer:
         """The attributes as they are."""
         newest = self._newest
         if newest is None or not newest.are_current():
-            newest = Attributes(self._modules, self._swapped, self.staying, compares=self.are_first_calls)
+            is_first = self.are_first_calls
+            has_objects = is_first or self._sets_objects
+            newest = Attributes(self._modules, self._swapped, self.staying, compares=is_first, has_objects=has_objects)
             self.may_hold_tensors = (self._has_read and self.may_hold_tensors) or not newest.are_plain
             self._has_read = True
             # Tensors are not kept for longer than a call needs them.
@@ -247,9 +262,10 @@ class AttributesOfLayer:
         Args:
             before: as it found them.
         """
-        if not self.are_first_calls and not self.may_hold_tensors:
+        if not (self.are_first_calls or self.may_hold_tensors or self._sets_objects):
             return None
         self._num_calls += 1
+        self._sets_objects = self._sets_objects or not before.are_objects_as_they_were
         before.leave_own_changes()
         return before if before.are_current() else self.read()
 
