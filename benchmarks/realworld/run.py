@@ -301,7 +301,8 @@ def _recording(options: argparse.Namespace) -> list[pl.Callback]:
 def _row(options: argparse.Namespace, trainer: Any, measure: Measure, start: float, split: int) -> dict[str, Any]:
     times = measure.times[split - 1 :: split]
     steps = [round(b - a, 4) for a, b in pairwise(times)]
-    step = statistics.median(steps[3:] or steps)
+    # To tell how long the GPU computes makes the last two longer.
+    step = statistics.median(steps[3:-2] or steps[3:] or steps)
     gpus = range(len(measure.taken))
     row = {
         **vars(options),
