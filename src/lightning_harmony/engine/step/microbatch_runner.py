@@ -148,10 +148,10 @@ class MicrobatchRunner:
             loss = self._run_forward(progress)
             if loss is None:
                 return
-            if self._step.predicted is None:
+            # Where it does not come back through the last layer at once, the gradient of what that has returned, which may be
+            # large, is not made before its turn.
+            if self._step.predicted is None or not self._preparation.comes_back_at_once:
                 progress.lane.park(Request(Phase.BACKWARD, None))
-            else:
-                self._preparation.enter_loss(progress)
             self._run_backward(progress, loss)
 
     def _full_host(self) -> str:

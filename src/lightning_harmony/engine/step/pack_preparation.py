@@ -246,13 +246,16 @@ class PackPreparation:
             # They count as gradients, and not as what the turn allocates.
             residents.sums.unpark(place.pack)
 
-    def enter_loss(self, progress: LaneProgress) -> None:
-        """A lane comes to the backward of its loss, which counts to the last layer's: make room for it.
+    @property
+    def comes_back_at_once(self) -> bool:
+        """Whether a lane goes on to its loss and back through the last layer in one turn, for all of which room was made."""
+        visits = self._placement.plan.visits
+        return not visits or self._is_fused(visits[-1], Phase.FORWARD)
 
-        Who goes through the fused packs at once has had room made for that, too.
-        """
+    def enter_loss(self, progress: LaneProgress) -> None:
+        """A lane comes to the backward of its loss, which counts to the last layer's: make room for it."""
         plan = self._placement.plan
-        if not plan.visits or self._is_fused(plan.visits[-1], Phase.FORWARD):
+        if self.comes_back_at_once:
             return
         index = plan.visits[-1]
         residents = self._placement.residents[plan.device_of(index, progress.lane.microbatch)]
