@@ -83,7 +83,7 @@ class Together:
             self._numbers = {id(held): number for number, held in enumerate(self.places)}
         # What another thread has changed meanwhile would count as known, too.
         numbers = [self._numbers[id(held)] for held in places if not held.is_of_threads]
-        known = [number for number in numbers if number in self._counted and number not in self._readers]
+        known = [number for number in numbers if number not in self._readers]
         self._note(known)
         self._changes.know([self._counted[number] for number in known])
 

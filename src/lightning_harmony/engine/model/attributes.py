@@ -26,7 +26,7 @@ from lightning_harmony.engine.structures.containers import (
 )
 from lightning_harmony.engine.structures.memory_users import has_memory_among
 from lightning_harmony.engine.structures.object_state import attributes_of, restore_of
-from lightning_harmony.engine.structures.operations import Unseen
+from lightning_harmony.engine.structures.operations import Unseen, version_of
 from lightning_harmony.engine.structures.seekable import Seekable, is_fixed, make_seekable
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.engine.structures.tree import is_parameter, is_watched
@@ -60,7 +60,7 @@ class Attributes:
         swapped: of each, the names of the buffers that are swapped. What code registers, or first fills, later is not.
         staying: those of any layer that stay where they are. Tensors in their memory are left to these.
         compares: whether to note what the tensors hold, for changes that no version tells.
-        has_objects: whether to note the attributes of the other objects among them, too.
+        notes_objects: whether to note the attributes of the other objects among them, too.
 
     Attributes:
         objects: these objects.
@@ -73,7 +73,7 @@ class Attributes:
         staying: StayingBuffers,
         *,
         compares: bool = False,
-        has_objects: bool = False,
+        notes_objects: bool = False,
     ) -> None:
         self._compares = compares
         self._late_buffers = _late_buffers(modules, swapped)
@@ -99,7 +99,7 @@ class Attributes:
         self._has_no_late_buffers = not any(self._late_buffers)
         self._buffers, self._sizes = [module._buffers for module in modules], list(map(len, swapped))
         # They are not restored here, but it is told that the layer's own code has set them.
-        of_objects = map(attributes_of, self.objects) if has_objects else ()
+        of_objects = map(attributes_of, self.objects) if notes_objects else ()
         self._of_objects = [(content, content.copy()) for content in of_objects if content is not None]
         self._unchanged = Unchanged([*self._modules, *self._contents, *self._of_objects])
 
@@ -243,8 +243,10 @@ class AttributesOfLayer:
         newest = self._newest
         if newest is None or not newest.are_current():
             is_first = self.are_first_calls
-            has_objects = is_first or self._sets_objects
-            newest = Attributes(self._modules, self._swapped, self.staying, compares=is_first, has_objects=has_objects)
+            notes_objects = is_first or self._sets_objects
+            newest = Attributes(
+                self._modules, self._swapped, self.staying, compares=is_first, notes_objects=notes_objects
+            )
             self.may_hold_tensors = (self._has_read and self.may_hold_tensors) or not newest.are_plain
             self._has_read = True
             # Tensors are not kept for longer than a call needs them.
@@ -304,7 +306,7 @@ class _Kept:
         self.tensor = tensor
         with _asking_nobody(tensor):
             # Inference tensors count no versions, and are written to in inference mode alone.
-            self._version = None if stays or tensor.is_inference() else tensor._version
+            self._version = None if stays else version_of(tensor)
             small = self._version is not None and tensor.numel() * tensor.element_size() <= _SMALL_BYTES
             self._copy = copied(tensor.detach()) if small else None
             # Fake ones hold nothing.
@@ -312,10 +314,7 @@ class _Kept:
             self._checksum = _checksum(tensor) if compares and is_plain and self._version is not None else None
 
     def has_changed(self) -> bool:
-        if self._version is None:
-            return False
-        with _asking_nobody(self.tensor):
-            return self.tensor._version != self._version
+        return self._version is not None and version_of(self.tensor) != self._version
 
     def _has_changed_unseen(self) -> bool:
         if self._checksum is None or self.has_changed():

@@ -44,7 +44,7 @@ def version_of(tensor: Tensor) -> int | None:
                 return tensor._version
         return tensor._version
     except RuntimeError:
-        # Sooner than to ask each: other threads may run meanwhile.
+        # Asked behind: other threads have Python's lock while it answers.
         if not tensor.is_inference():
             raise
         return None
